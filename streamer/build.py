@@ -7,6 +7,7 @@ lazily, and imports every room inside functions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -29,22 +30,19 @@ LoadTokenizer: TypeAlias = "Callable[[], Tokenizer]"
 
 def loaders(config: Config) -> tuple[LoadRunner, LoadTokenizer]:
     """Functions that load a Config's runner and tokenizer; this call loads and fetches nothing."""
+    from streamer.errors import ConfigError
     from streamer.fake.model import is_fake
 
     if is_fake(config.model):
         return _fake_loaders(config)
 
+    if config.node_rank:
+        raise ConfigError(f"node_rank {config.node_rank}: only serve has it", param="node_rank")
+
     # Runner and tokenizer share the folder, so that a hub id is fetched once.
-    found: list[Path] = []
-
+    @cache
     def folder() -> Path:
-        if not found:
-            from streamer.model.checkpoint import open_checkpoint
-
-            path = resolve_model(config)
-            open_checkpoint(path)  # reads only headers; refuses an incomplete folder
-            found.append(path)
-        return found[0]
+        return _checkpoint(config)
 
     def load(owner: Owner) -> tuple[Runner, ModelInfo]:
         from streamer.model.runner.load import load_runner
@@ -52,7 +50,7 @@ def loaders(config: Config) -> tuple[LoadRunner, LoadTokenizer]:
         found = _with_draft(_with_folder(config, folder()), folder())
         if config.tensor_parallel_size == 1:
             return load_runner(found, go_on=owner.check_stop)
-        from streamer.model.ranks.leader import load_ranked
+        from streamer.model.ranks.runner import load_ranked
 
         return load_ranked(found, owner.check_stop, owner.fail)
 
@@ -60,6 +58,26 @@ def loaders(config: Config) -> tuple[LoadRunner, LoadTokenizer]:
         return read_tokenizer(folder(), config.chat_template)
 
     return load, load_tokenizer
+
+
+def _checkpoint(config: Config) -> Path:
+    from streamer.model.checkpoint import open_checkpoint
+
+    path = resolve_model(config)
+    open_checkpoint(path)  # reads only headers; refuses an incomplete folder
+    return path
+
+
+def run_node(config: Config) -> int:
+    """Compute for the server of another host, `node_rank` above 0; the process's exit code."""
+    from streamer.errors import ConfigError
+    from streamer.fake.model import is_fake
+    from streamer.model.ranks.node import serve
+
+    if is_fake(config.model):
+        raise ConfigError("node_rank: the fake model has no ranks", param="node_rank")
+    folder = _checkpoint(config)
+    return serve(_with_draft(_with_folder(config, folder), folder))
 
 
 def run_rank() -> int:

@@ -162,6 +162,25 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Annotated[int, Meta(ge=1, le=64)],
         Meta(description="processes that compute the model together, each a part of every matrix"),
     ] = 1
+    nnodes: Annotated[
+        Annotated[int, Meta(ge=1, le=64)],
+        Meta(description="hosts on which these processes run, equally many on each"),
+    ] = 1
+    node_rank: Annotated[
+        Annotated[int, Meta(ge=0, lt=64)],
+        Meta(description="which of them this is; 0 serves, the others compute for it"),
+    ] = 0
+    master_addr: Annotated[
+        str | None,
+        Meta(description="address of host 0 at which the processes meet; its interface there"),
+    ] = None
+    master_port: Annotated[
+        Annotated[int, Meta(ge=1, le=65535)], Meta(description="port of host 0 for the same")
+    ] = 29501
+    ranks_secret_file: Annotated[
+        str | None,
+        Meta(description="path of a file with what only these hosts know, 16 bytes or more"),
+    ] = None
     load_progress: Annotated[bool, Meta(description="progress bars while loading")] = True
     speculative_model: Annotated[
         str | None,
@@ -351,6 +370,25 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if self.script is not None and (self.model or "").partition(":")[0] != "fake":
             raise ConfigError("script: is for the fake model alone", param="script")
         self._check_speculation()
+        self._check_hosts()
+
+    def _check_hosts(self) -> None:
+        if self.nnodes == 1:
+            names = [
+                n for n in ("node_rank", "master_addr", "ranks_secret_file") if getattr(self, n)
+            ]
+            if names:
+                raise ConfigError(f"{names[0]}: is for nnodes above 1", param=names[0])
+            return
+        if self.tensor_parallel_size % self.nnodes:
+            why = f"tensor_parallel_size {self.tensor_parallel_size} is not a multiple of it"
+            raise ConfigError(f"nnodes {self.nnodes}: {why}", param="nnodes")
+        if self.node_rank >= self.nnodes:
+            why = f"with nnodes {self.nnodes} they are 0 to {self.nnodes - 1}"
+            raise ConfigError(f"node_rank {self.node_rank}: {why}", param="node_rank")
+        for name in ("master_addr", "ranks_secret_file"):
+            if getattr(self, name) is None:
+                raise ConfigError(f"{name}: is missing, nnodes is {self.nnodes}", param=name)
 
     def _check_speculation(self) -> None:
         asked, param = self.speculative_config, "speculative_config"

@@ -92,7 +92,7 @@ class TimedRunner:
     @property
     def sums_s(self) -> float:
         """Seconds in sums over ranks so far."""
-        from streamer.model.ranks.leader import RankedRunner
+        from streamer.model.ranks.runner import RankedRunner
 
         return self._inner.sums_s if isinstance(self._inner, RankedRunner) else 0.0
 

@@ -1,7 +1,8 @@
 """`streamer serve`: settings in, a running server out.
 
 Refuses to listen beyond this machine without a key, starts engine and server on one event loop and
-prints what is served where. The server handles draining and signals.
+prints what is served where. The server handles draining and signals. Where ranks compute together
+and one of them is gone, the process begins anew.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import ipaddress
 import logging
 import os
 import sys
+import time
 from typing import TYPE_CHECKING
 
 from streamer.cli.arguments import UsageError, add_config_flags, config_from
 from streamer.cli.loop import new_runner
-from streamer.errors import StreamerError
+from streamer.errors import RankFailed, StreamerError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,6 +34,10 @@ log = logging.getLogger(__name__)
 SWITCH_INTERVAL_S = 0.00005
 
 
+# Of the environment: when the ranks of this process failed, since it begins anew after that.
+FAILURES = "_STREAMER_RANKS_FAILED"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Every setting is a flag here."""
     add_config_flags(parser)
@@ -40,14 +46,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Serve until stopped; 0 after a drain, 1 when the engine died or never started."""
     config = config_from(args, start_log=_start_log)
+    if config.node_rank:
+        from streamer.build import run_node
+
+        return run_node(config)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         with new_runner() as runner:
             return runner.run(_serve(config, console))
     except StreamerError as error:
-        if config.log_format == "text":
+        is_again = isinstance(error, RankFailed) and FAILURES in os.environ
+        if config.log_format == "text" and not is_again:
             raise  # the command line prints it
         log.critical("%s", error.message)
+        if is_again:
+            _begin_anew()
         return 1
 
 
@@ -69,9 +82,35 @@ async def _serve(config: Config, console: Console) -> int:
         config,
         on_ready=(lambda url: _announce(engine.info, url, console)) if is_text else None,
     )
+    if code and engine.death is not None and isinstance(engine.death.__cause__, RankFailed):
+        _begin_anew()
     if engine.is_hung:
         _leave(code)
     return code
+
+
+def _begin_anew() -> None:
+    """Run this command line again in this process, whose id stays; returns after too many times.
+
+    A new program, since what a set of ranks leaves behind is not certain: a thread in a sum that
+    never ends, a GPU in an error. With a journal the answers go on. Ranks that can't even begin the
+    first time have another reason, and the process ends.
+    """
+    from streamer.model.ranks import processes
+
+    now = time.time()
+    failures = [float(at) for at in os.environ.get(FAILURES, "").split()]
+    failures = [at for at in failures if now - at < processes.TRIES_S] + [now]
+    if not processes.may_try_again(failures, now):
+        log.critical("the ranks failed %d times within a minute", len(failures))
+        return
+    pause_s = processes.pause_s(failures, now)
+    log.warning("the ranks are started again in %g s", pause_s)
+    time.sleep(pause_s)
+    logging.shutdown()
+    sys.stdout.flush()
+    os.environ[FAILURES] = " ".join(map(str, failures))
+    os.execv(sys.executable, sys.orig_argv)
 
 
 def _leave(code: int) -> None:

@@ -6,6 +6,8 @@ by the cli (inspect_checkpoint), runner/load.py (recognize) and build.py (check_
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,6 +94,14 @@ class Recognized(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int
     head_dim: int
     model_limit: int
+
+    @property
+    def digest(self) -> bytes:
+        """Of all that describes it, its numbers excepted: equal on hosts that have the same one."""
+        found = hashlib.blake2b(json.dumps(self.checkpoint.config, sort_keys=True).encode())
+        for name, entry in sorted(self.checkpoint.tensors.items()):
+            found.update(f"{name} {entry.dtype} {entry.shape} {entry.end - entry.start}\n".encode())
+        return found.digest()
 
     def kv_dtype(self, setting: str) -> torch.dtype:
         """The pools' dtype for a kv_cache_dtype; ConfigError if heads have no room for scales."""

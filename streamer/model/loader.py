@@ -7,6 +7,7 @@ above the result. Called by runner/load.py (on the GPU thread) and inspect.py.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -302,6 +303,17 @@ def _shaped(entry: TensorEntry, data: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def progress_bar(name: str, total: int, unit: str, show: bool) -> Iterator[Callable[[], None]]:
     """A rich bar over `total` units on stderr, if stderr is a terminal."""
+    done = itertools.count(1)
+    with progress_bars([name], total, unit, show) as shown:
+        yield lambda: shown(0, next(done))
+
+
+@contextmanager
+def progress_bars(
+    names: Iterable[str], total: int, unit: str, show: bool
+) -> Iterator[Callable[[int, int], None]]:
+    """A bar for each name, as `progress_bar`; what comes is called with a bar's index and how many
+    units are done."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -315,8 +327,8 @@ def progress_bar(name: str, total: int, unit: str, show: bool) -> Iterator[Calla
         console=console,
         disable=not (show and console.is_terminal),
     ) as progress:
-        task = progress.add_task(name, total=total)
-        yield lambda: progress.advance(task)
+        tasks = [progress.add_task(name, total=total) for name in names]
+        yield lambda index, done: progress.update(tasks[index], completed=done)
 
 
 def _list(names: list[str], limit: int = 8) -> str:

@@ -25,7 +25,7 @@ from streamer.core.scheduler import Scheduler, SchedulerConfig
 from streamer.core.sizes import MAX_SCORED, batched_tokens
 from streamer.core.speculation.interface import Speculation
 from streamer.engine.core import InFlight, Runner
-from streamer.model.ranks.leader import load_ranked
+from streamer.model.ranks.runner import load_ranked
 from streamer.model.runner.load import load_runner
 from tests.model.where import Where
 

@@ -1,210 +1,180 @@
-"""The first rank's side: starts the other ranks, sends them plans, and notices when one is gone.
+"""The first rank's side: starts the other ranks, lets them in, and notices when one is gone.
 
-Each is a process that connects back over the loopback interface and proves that it was started
-here. It sends a beat every second; one that is silent, ends or fails is an engine death that names
-it, within seconds also while nothing runs. Called by build.py; `RankedRunner` is the engine's
-Runner, of which every rank has one.
+Those of this host are processes that it starts, those of other hosts connect by themselves
+(node.py). Each sends a beat every second; one that is silent, ends or fails is an engine death that
+names it, within seconds also while nothing runs. Called by runner.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
 import selectors
 import socket
 import subprocess
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
+import torch
 
-from streamer.core.plan import Facts, Plan, StepResult
-from streamer.errors import RankFailed
-from streamer.model.ranks import wire
-from streamer.model.ranks.group import LOOPBACK, Group
-from streamer.model.ranks.worker import BEAT_S, Rendezvous
-from streamer.model.runner.cpu import CpuRunner, Done
-from streamer.model.runner.cuda import CudaInFlight, CudaRunner
-from streamer.model.runner.load import check_shared, load_runner
+from streamer.config import SECRET
+from streamer.errors import ConfigError, RankFailed
+from streamer.handshake import challenge, read_secret
+from streamer.model.ranks import processes, wire
+from streamer.model.ranks.group import LOOPBACK, Group, OtherLeft, Seat
+from streamer.model.ranks.reception import Reception
+from streamer.model.ranks.store import FirstStore
+from streamer.model.ranks.worker import BEAT_S
 
 if TYPE_CHECKING:
     from streamer.config import Config
-    from streamer.constraints.grammars import Grammars
-    from streamer.core.sizes import ModelInfo
 
 log = logging.getLogger(__name__)
 
 SILENT_S = 5.0  # without a beat
 CONNECT_S = 60.0  # to import torch and connect, on a busy machine
-NAME_S = 2.0  # after a failed step, until the watch has seen which rank it was
-END_S = 5.0
-PROGRAM = "import sys; from streamer.build import run_rank; sys.exit(run_rank())"
-SECRETS = ("api_key", "key_limits", "metrics_key")  # which no other rank has a use for
+HOSTS_S = 1800.0  # that other hosts may take to begin, which are started one by one
+TELL_S = 30.0  # between two lines of the log about ranks that are missing
+REASON_S = 1.0  # after a failed sum, until the watch has seen which rank it was
 
 
-def load_ranked(
-    config: Config, go_on: Callable[[], None], died: Callable[[Exception], None]
-) -> tuple[RankedRunner, ModelInfo]:
-    """Load config.model on tensor_parallel_size processes, of which this is the first.
+class Other(msgspec.Struct, kw_only=True):
+    """Another rank, as this one knows it.
 
-    go_on  called now and then, may raise to end the loading
-    died   called, from any thread, when another rank is gone later
-
-    Raises what load_runner does here, and RankFailed where another rank can't.
+    process  of this host; None: it runs on another one
+    layers   that it has loaded
+    weights  the digest of its checkpoint, when it has loaded
+    stumbled what its last step failed of, until the ranks have met again
     """
-    check_shared(config)
-    leader = Leader(config, died)
-    try:
-        group = leader.start(go_on)
-        runner, info = load_runner(config, go_on=go_on, group=group)
-    except BaseException as error:
-        failure = leader.failure
-        leader.close()
-        if failure is not None and isinstance(error, Exception):
-            raise failure from error
-        raise
-    return RankedRunner(runner, group, leader), info
-
-
-class RankedRunner:
-    """The Runner of the first rank, which sends every plan to the others as well."""
-
-    def __init__(self, runner: CpuRunner | CudaRunner, group: Group, leader: Leader) -> None:
-        self._runner = runner
-        self._group = group
-        self._leader = leader
-        self._drawn = wire.Checksum()
-
-    @property
-    def depth(self) -> int:
-        return self._runner.depth
-
-    @property
-    def sums_s(self) -> float:
-        """Seconds in which this rank waited for sums over all ranks, and copied them."""
-        return self._group.seconds
-
-    def constrain(self, grammars: Grammars) -> None:
-        """See engine.core.Runner; the other ranks make their own, of the same tokenizer."""
-        self._runner.constrain(grammars)
-
-    def launch(self, plan: Plan) -> _InFlight:
-        """See engine.core.Runner; RankFailed where another rank can't go on."""
-        try:
-            self._leader.send(wire.Launch(plan, self._drawn))
-            return _InFlight(self._runner.launch(plan), self)
-        except Exception as error:
-            raise self._leader.failure_of(error) from error
-
-    def collect(self, in_flight: Done | CudaInFlight) -> StepResult:
-        """The result of a launched plan."""
-        try:
-            result = in_flight.collect()
-        except Exception as error:
-            raise self._leader.failure_of(error) from error
-        self._drawn = wire.Checksum.of(result)
-        return result
-
-    def facts(self) -> Facts:
-        """This rank's; the others compute as much."""
-        return self._runner.facts()
-
-    def reset(self, launched: int) -> None:
-        """Always raises: after a step that failed here the others may wait in its collectives."""
-        raise RankFailed(f"plan {launched} failed, and ranks can't begin anew")
-
-    def close(self) -> None:
-        """See engine.core.Runner."""
-        self._leader.close()
-        self._runner.close()
-        self._group.close()
-
-
-class _InFlight:
-    """A plan that every rank carries out."""
-
-    __slots__ = ("_in_flight", "_runner")
-
-    def __init__(self, in_flight: Done | CudaInFlight, runner: RankedRunner) -> None:
-        self._in_flight = in_flight
-        self._runner = runner
-
-    def collect(self) -> StepResult:
-        """See engine.core.InFlight; RankFailed as `launch`."""
-        return self._runner.collect(self._in_flight)
-
-
-class _Other(msgspec.Struct, kw_only=True):
-    """Another rank, as this one knows it."""
 
     index: int
-    process: subprocess.Popen[bytes]
     channel: wire.Channel
+    who: str
+    process: subprocess.Popen[bytes] | None
     heard: float
     plan: int = 0
-    is_loaded: bool = False
+    layers: int = 0
+    weights: bytes | None = None
+    is_ready: bool = False
+    stumbled: wire.Stumbled | None = None
 
     @property
     def name(self) -> str:
-        return f"rank {self.index} (process {self.process.pid})"
+        return f"rank {self.index} ({self.who})"
 
 
 class Leader:
-    """The other ranks' processes. `failure`: what ended one of them, and so all."""
+    """The other ranks. `failure`: what ended one of them, and so all.
+
+    died  called, from any thread, when another rank is gone
+    """
 
     def __init__(self, config: Config, died: Callable[[Exception], None]) -> None:
         self._config = config
         self._died = died
         self._count = config.tensor_parallel_size
-        self._folder = tempfile.TemporaryDirectory(prefix="streamer-ranks-")
+        self._on_host = self._count // config.nnodes
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._others: list[_Other] = []
+        self._others: list[Other] = []
         self._changed = threading.Condition()
         self._is_closed = False
         self._watch: threading.Thread | None = None
+        self._store = FirstStore(CONNECT_S)
+        self._meetings = 0
+        self._group: Group | None = None
         self.failure: RankFailed | None = None
 
-    def start(self, go_on: Callable[[], None]) -> Group:
-        """Start the processes and the watch; returns this rank's place among them, in which
-        `meet` waits until all have loaded."""
-        secret = secrets.token_bytes(32)
-        with socket.create_server((LOOPBACK, 0)) as listener:
-            port = listener.getsockname()[1]
-            for index in range(1, self._count):
-                self._processes.append(_start(Rendezvous(index, port, secret)))
-            self._accept_all(listener, secret, go_on)
-        setup = wire.Setup(self._settings(), self._count, str(self._file))
-        for other in self._others:
-            other.channel.send(setup)
+    @property
+    def layers(self) -> dict[int, int]:
+        """How many layers each other rank has loaded."""
+        return {other.index: other.layers for other in self._others}
+
+    def start(self, device: torch.device, weights: bytes, go_on: Callable[[int], None]) -> Group:
+        """Start the ranks and the watch; this rank's group, in which `meet` waits until all have
+        loaded.
+
+        weights  the digest of the checkpoint, which is every rank's
+        go_on    called now and then, also while the others load; may raise to end that
+        """
+        address, port, secret = self._where()
+        try:
+            reception = Reception(address, port, secret)
+        except OSError as error:
+            where = f"{address}:{port}: {error.strerror}"
+            raise ConfigError(f"master_addr: {where}", param="master_addr") from error
+        with reception:
+            for index in range(1, self._on_host):
+                self._processes.append(
+                    processes.start(
+                        processes.Rendezvous(
+                            index=index,
+                            on_host=self._on_host,
+                            address=address,
+                            port=reception.port,
+                            secret=secret,
+                        )
+                    )
+                )
+            self._let_in(reception, go_on)
+        plain = msgspec.to_builtins(self._config)
+        settings = {name: value for name, value in plain.items() if name not in SECRET}
+        self.send(wire.Setup(settings))
         self._watch = threading.Thread(target=self._run, name="streamer-ranks", daemon=True)
         self._watch.start()
+        seat = Seat(0, self._count, self._on_host, address, device)
         try:
-            group = Group.on_one_host(self._file, 0, self._count)
+            self._group = group = Group(seat, self._store)
         except Exception as error:
-            raise self.failure_of(error) from error
-        group.meet = lambda: self._meet(go_on)
+            raise self.reason(OtherLeft(str(error))) from error
+        group.meet = lambda: self._meet(weights, go_on)
         return group
 
     def send(self, message: wire.Message) -> None:
         """To every other rank; OSError where one has gone."""
+        if not self._others:
+            return
         data = self._others[0].channel.encode(message)
         for other in self._others:
             other.channel.send_encoded(data)
 
-    def failure_of(self, error: Exception) -> Exception:
-        """Why a step failed here: the rank that is gone or furthest behind, or `error` itself."""
+    def wait_ready(self, go_on: Callable[[int], None]) -> None:
+        """Wait until every rank waits for plans; RankFailed where one can't."""
+        self._wait(lambda: all(other.is_ready for other in self._others), go_on)
+
+    def reason(self, error: Exception) -> Exception:
+        """Why a step failed here: the rank that is gone, stumbled or is furthest behind, or `error`
+        itself, if that is this rank's own."""
+        if not isinstance(error, (OtherLeft, OSError)):
+            return error
         with self._changed:
-            self._changed.wait_for(lambda: self.failure is not None, NAME_S)
-            if self.failure is None and "timed out" in str(error).lower():
-                last = min(self._others, key=lambda other: other.plan)
+            self._changed.wait_for(self._is_clear, REASON_S)
+            if self.failure is None and not self._is_clear():
+                standing = [other for other in self._others if other.stumbled is None]
+                last = min(standing, key=lambda other: other.plan)
                 self._fail(f"{last.name} hangs in plan {last.plan}")
-        return self.failure or error
+            if self.failure is not None:
+                return self.failure
+            for other in self._others:
+                if other.stumbled is not None and not other.stumbled.is_other:
+                    kind = MemoryError if other.stumbled.is_memory else RuntimeError
+                    return kind(f"{other.name}: {other.stumbled.error}")
+        return error  # they are all there: a connection between two of them broke
+
+    def meet_again(self, launched: int) -> None:
+        """Let all ranks forget what they had and meet anew; RankFailed where one can't."""
+        self._meetings += 1
+        for other in self._others:
+            other.is_ready = False
+        try:
+            self.send(wire.Reset(launched, self._meetings))
+            if self._group is not None:
+                self._group.meet_again(self._meetings)
+        except Exception as error:
+            raise self.reason(OtherLeft(str(error))) from error
+        self.wait_ready(lambda _: None)
 
     def close(self) -> None:
         """End the other ranks: those that do not end by themselves are killed, and at once those
@@ -216,66 +186,75 @@ class Leader:
             if process not in connected:
                 process.kill()
         for other in self._others:
-            other.channel.close()
-        deadline = time.monotonic() + END_S
-        for process in self._processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            other.channel.cut()
+        processes.end(self._processes)
         if self._watch is not None:
             self._watch.join()
-        self._folder.cleanup()
+        for other in self._others:
+            other.channel.close()
 
     # ------------------------------------------------------------ starting
 
-    @property
-    def _file(self) -> Path:
-        return Path(self._folder.name, "meeting")
+    def _where(self) -> tuple[str, int, bytes]:
+        """Address and port to listen at, and the secret; ConfigError where they can't be found."""
+        config = self._config
+        if config.nnodes == 1:
+            return LOOPBACK, 0, challenge()
+        return (*resolve(config), read_secret(config.ranks_secret_file or "", "ranks_secret_file"))
 
-    def _settings(self) -> dict[str, object]:
-        plain: dict[str, object] = msgspec.to_builtins(self._config)
-        return {name: value for name, value in plain.items() if name not in SECRETS}
-
-    def _accept_all(
-        self, listener: socket.socket, secret: bytes, go_on: Callable[[], None]
-    ) -> None:
-        deadline = time.monotonic() + CONNECT_S
-        listener.settimeout(0.1)
-        while len(self._others) < self._count - 1:
-            go_on()
+    def _let_in(self, reception: Reception, go_on: Callable[[int], None]) -> None:
+        began = told = time.monotonic()
+        while missing := set(range(1, self._count)) - {other.index for other in self._others}:
+            go_on(0)
             for index, process in enumerate(self._processes, 1):
                 if process.poll() is not None:
                     raise RankFailed(f"rank {index} ended with code {process.returncode}")
-            if time.monotonic() > deadline:
-                raise RankFailed(f"not all ranks connected within {CONNECT_S:g} s")
-            with contextlib.suppress(OSError):
-                self._accept(listener.accept()[0], secret)
+            now = time.monotonic()
+            is_slow = min(missing) < self._on_host and now - began > CONNECT_S
+            if is_slow or now - began > HOSTS_S:
+                raise RankFailed(f"{_named(missing)} did not connect within {now - began:.0f} s")
+            if now - told > TELL_S:
+                told = now
+                log.info("waiting for %s", _named(missing))
+            for index, connection in reception.arrivals(0.1):
+                if index in missing:
+                    missing.discard(index)
+                    self._welcome(index, connection)
+                else:
+                    log.warning("refused a second rank %d", index)
+                    connection.close()
 
-    def _accept(self, connection: socket.socket, secret: bytes) -> None:
-        """A connection of one of the ranks; any other is closed."""
-        connection.settimeout(1.0)
+    def _welcome(self, index: int, connection: socket.socket) -> None:
+        channel = wire.Channel(connection, SILENT_S)
+        process = self._processes[index - 1] if index < self._on_host else None
         try:
-            index = wire.admit(connection, secret)
-        except OSError:
-            index = None
-        if index is None or index in (other.index for other in self._others):
-            connection.close()
+            joined = channel.expect(wire.Joined)
+        except (OSError, msgspec.MsgspecError) as error:
+            channel.close()
+            log.warning("rank %d has gone again: %s", index, error)
             return
-        channel, process = wire.Channel(connection), self._processes[index - 1]
-        now = time.monotonic()
-        self._others.append(_Other(index=index, process=process, channel=channel, heard=now))
+        who = f"process {joined.process}" + ("" if process else f" on {joined.host}")
+        other = Other(index=index, channel=channel, who=who, process=process, heard=0.0)
+        other.heard = time.monotonic()
+        self._others.append(other)
+        if joined.dialect != wire.dialect():
+            raise RankFailed(f"{other.name} runs another version of this program")
 
-    def _meet(self, go_on: Callable[[], None]) -> None:
-        """Wait until every rank has loaded; RankFailed where one can't."""
+    def _meet(self, weights: bytes, go_on: Callable[[int], None]) -> None:
+        """Wait until every rank has loaded the same weights; RankFailed where one can't."""
+        self._wait(lambda: all(other.weights is not None for other in self._others), go_on)
+        for other in self._others:
+            if other.weights != weights:
+                raise RankFailed(f"{other.name} has another checkpoint than the first rank")
+        self.send(wire.Begin())
+
+    def _wait(self, is_done: Callable[[], bool], go_on: Callable[[int], None]) -> None:
         with self._changed:
-            while self.failure is None and not all(o.is_loaded for o in self._others):
+            while self.failure is None and not is_done():
                 self._changed.wait(0.1)
-                go_on()
+                go_on(0)
         if self.failure is not None:
             raise self.failure
-        self.send(wire.Begin())
 
     # ------------------------------------------------------------ the watch, a thread of its own
 
@@ -297,26 +276,43 @@ class Leader:
                     if now - other.heard > SILENT_S:
                         self._fail(f"{other.name} has been silent for {SILENT_S:g} s")
 
-    def _receive(self, other: _Other, now: float) -> None:
+    def _receive(self, other: Other, now: float) -> None:
         try:
             message = other.channel.receive()
+            if isinstance(message, wire.Put):
+                self._store.put(message.key, message.value)
+            elif isinstance(message, wire.Ask):
+                channel = other.channel
+                self._store.ask(message.key, lambda value: channel.send(wire.Value(value)))
         except (OSError, msgspec.MsgspecError):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                other.process.wait(1.0)
-            code = other.process.returncode
-            how = "closed its connection" if code is None else f"ended with code {code}"
-            self._fail(f"{other.name} {how}")
+            self._fail(f"{other.name} {_how_it_ended(other.process)}")
             return
         with self._changed:
             other.heard = now
-            if isinstance(message, wire.Beat):
-                other.plan = message.plan
-            elif isinstance(message, wire.Loaded):
-                other.is_loaded = True
-                log.info("%s has loaded its part in %.1f s", other.name, message.seconds)
-                self._changed.notify_all()
+            self._heard(other, message)
+            self._changed.notify_all()
         if isinstance(message, wire.Failed):
             self._fail(f"{other.name}: {message.error}")
+
+    def _heard(self, other: Other, message: wire.Message) -> None:
+        if isinstance(message, wire.Beat):
+            other.plan = message.plan
+        elif isinstance(message, wire.Loading):
+            other.layers = message.layers
+        elif isinstance(message, wire.Loaded):
+            other.weights = message.weights
+            log.info("%s has loaded its part in %.1f s", other.name, message.seconds)
+        elif isinstance(message, wire.Stumbled):
+            other.stumbled = message
+        elif isinstance(message, wire.Ready):
+            other.is_ready, other.stumbled = True, None
+
+    def _is_clear(self) -> bool:
+        """Whether it is known which rank a failed sum was due to."""
+        stumbled = [other.stumbled for other in self._others]
+        return (
+            self.failure is not None or all(stumbled) or any(s and not s.is_other for s in stumbled)
+        )
 
     def _fail(self, why: str) -> None:
         """The first failure counts. All ranks end, so that a sum that waits for them does, too."""
@@ -325,16 +321,36 @@ class Leader:
                 return
             self.failure = RankFailed(why)
             self._changed.notify_all()
+        self._store.end()
         for process in self._processes:
             process.kill()
+        for other in self._others:
+            other.channel.cut()
+        if self._group is not None and not self._group.can_meet_again:
+            self._group.leave()  # else the device would wait for ever
         self._died(self.failure)
 
 
-def _start(rendezvous: Rendezvous) -> subprocess.Popen[bytes]:
-    """The process of a rank, which gets no signal that is meant for this one."""
-    command = [sys.executable, "-c", PROGRAM]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    if process.stdin is not None:
-        with contextlib.suppress(OSError), process.stdin:
-            process.stdin.write(msgspec.json.encode(rendezvous))
-    return process
+def resolve(config: Config) -> tuple[str, int]:
+    """The address and port at which the first rank listens for other hosts."""
+    name = config.master_addr or ""
+    try:
+        found = socket.getaddrinfo(name, config.master_port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"master_addr: {name}: {error}", param="master_addr") from error
+    return str(found[0][4][0]), config.master_port
+
+
+def _named(indices: Iterable[int]) -> str:
+    """rank 3, or: ranks 4, 5."""
+    numbers = sorted(indices)
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def _how_it_ended(process: subprocess.Popen[bytes] | None) -> str:
+    if process is None:
+        return "closed its connection"
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(1.0)
+    code = process.returncode
+    return "closed its connection" if code is None else f"ended with code {code}"

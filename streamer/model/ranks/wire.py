@@ -1,15 +1,13 @@
 """What the first rank and each other one send each other: lengths and MessagePack over a socket.
 
-Nothing is pickled. A rank proves that it knows the secret by the HMAC of a number that the first
-one drew for it; what a stranger sends is bounded and never decoded. A Channel has one receiver; any
-thread may send.
+Nothing is pickled. Both prove that they know the secret (handshake.py) before anything is decoded,
+and every message is bounded. A Channel has one receiver; any thread may send.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
-import secrets
+import hashlib
 import socket
 import struct
 import threading
@@ -17,41 +15,90 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from streamer import handshake
+from streamer.config import Config
 from streamer.core.plan import Plan, StepResult
 
-PROOF_BYTES = 32
-HELLO = struct.Struct("<I32s")  # the rank's index and its proof
 LENGTH = struct.Struct("<Q")
 MAX_BYTES = 1 << 31  # of a message
+UNHEARD_S = 10.0  # that the other host may leave what was sent unacknowledged
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
-    """To a rank that has proved itself: what it loads, and where the ranks meet.
-
-    config  the settings of the engine, as built-in types
-    file    a new file that all ranks share
-    """
+    """To a rank that has proved itself: the settings of the engine, as built-in types."""
 
     config: dict[str, Any]
-    count: int
-    file: str
+
+
+class Joined(msgspec.Struct, frozen=True, tag=True):
+    """From a rank, its first message: which process it is, and what `dialect` is there."""
+
+    process: int
+    host: str
+    dialect: bytes
+
+
+class Put(msgspec.Struct, frozen=True, tag=True):
+    """From a rank, while the ranks meet: what others need to reach it."""
+
+    key: str
+    value: bytes
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """From a rank: what is under this key, as soon as it is there."""
+
+    key: str
+
+
+class Value(msgspec.Struct, frozen=True, tag=True):
+    """The answer to an Ask."""
+
+    value: bytes
+
+
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    """From a rank: it has loaded so many layers."""
+
+    layers: int
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """From a rank: its part is loaded."""
+    """From a rank: its part is loaded. `weights`: a digest of the checkpoint's description."""
 
     seconds: float
+    weights: bytes
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
     """To all ranks, when every one has loaded: agree on the pools' sizes."""
 
 
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """From a rank: it waits for plans."""
+
+
 class Launch(msgspec.Struct, frozen=True, tag=True):
-    """To all ranks: carry this plan out. `drawn`: what the first rank drew before."""
+    """To all ranks: carry this plan out.
+
+    drawn        what the first rank drew before
+    copies_done  the plan up to which its copies are done, so that their blocks may be used again
+    """
 
     plan: Plan
     drawn: Checksum
+    copies_done: int
+
+
+class Reset(msgspec.Struct, frozen=True, tag=True):
+    """To all ranks, after a step that failed: forget all rows and blocks, and meet anew.
+
+    launched  the last plan before
+    meeting   which one it is
+    """
+
+    launched: int
+    meeting: int
 
 
 class Checksum(msgspec.Struct, frozen=True, array_like=True):
@@ -71,6 +118,18 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     plan: int
 
 
+class Stumbled(msgspec.Struct, frozen=True, tag=True):
+    """From a rank: its step failed, and it waits for a Reset.
+
+    is_memory  for want of memory
+    is_other   since another rank left a sum
+    """
+
+    error: str
+    is_memory: bool
+    is_other: bool
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """From a rank, its last message."""
 
@@ -78,20 +137,34 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 M = TypeVar("M", bound=msgspec.Struct)
-Message = Setup | Loaded | Begin | Launch | Beat | Failed
+ToFirst = Joined | Put | Ask | Loading | Loaded | Ready | Beat | Stumbled | Failed
+Message = ToFirst | Setup | Value | Begin | Launch | Reset
+
+
+def dialect() -> bytes:
+    """A digest of what messages and settings consist of, which a newer program may have changed."""
+    schema = [msgspec.json.schema(kind) for kind in (Message, Config)]
+    return hashlib.blake2b(msgspec.json.encode(schema, order="deterministic")).digest()
 
 
 class Channel:
-    """A connection between the first rank and another."""
+    """A connection between the first rank and another.
 
-    def __init__(self, connection: socket.socket) -> None:
+    patience_s  that the other side may take for the rest of a message, or to take one; None: for
+                ever, and so for the beginning of a message, too
+    """
+
+    def __init__(self, connection: socket.socket, patience_s: float | None = None) -> None:
         self._socket = connection
         self._lock = threading.Lock()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-        connection.settimeout(None)
+        connection.settimeout(patience_s)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # else a host without power is waited for
+                unheard_ms = int(1000 * UNHEARD_S)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unheard_ms)
 
     def fileno(self) -> int:
         """For selectors."""
@@ -118,29 +191,30 @@ class Channel:
             raise ConnectionError(f"a message of {length} bytes")
         return self._decoder.decode(_exactly(self._socket, length))
 
-    def close(self) -> None:
-        """End the connection, also for a thread that receives."""
+    def expect(self, kind: type[M]) -> M:
+        """The next message, which is of this kind; ConnectionError where it is not."""
+        message = self.receive()
+        if not isinstance(message, kind):
+            raise ConnectionError(f"{type(message).__name__} came instead of {kind.__name__}")
+        return message
+
+    def cut(self) -> None:
+        """End the connection for threads of both sides that send or receive; `close` follows."""
         with contextlib.suppress(OSError):  # it has gone already
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connection."""
+        self.cut()
         self._socket.close()
 
 
 def greet(connection: socket.socket, index: int, secret: bytes) -> None:
-    """A rank's part of the proof."""
-    drawn = _exactly(connection, PROOF_BYTES)
-    connection.sendall(HELLO.pack(index, _proof(secret, drawn, index)))
-
-
-def admit(connection: socket.socket, secret: bytes) -> int | None:
-    """The first rank's part: the other's index; None for one that does not know the secret."""
-    drawn = secrets.token_bytes(PROOF_BYTES)
-    connection.sendall(drawn)
-    index, proof = HELLO.unpack(_exactly(connection, HELLO.size))
-    return int(index) if hmac.compare_digest(proof, _proof(secret, drawn, index)) else None
-
-
-def _proof(secret: bytes, drawn: bytes | bytearray, index: int) -> bytes:
-    return hmac.digest(secret, drawn + LENGTH.pack(index), "sha256")
+    """A rank's part of the handshake; ConnectionError where the first rank has another secret."""
+    drawn, own = _exactly(connection, handshake.CHALLENGE_BYTES), handshake.challenge()
+    connection.sendall(handshake.hello(secret, bytes(drawn), index, own))
+    if not handshake.is_answer(secret, own, _exactly(connection, handshake.PROOF_BYTES)):
+        raise ConnectionError("the first rank does not know the secret")
 
 
 def _exactly(connection: socket.socket, length: int) -> bytearray:

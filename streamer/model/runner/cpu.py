@@ -138,6 +138,9 @@ class CpuRunner:
         """Measured costs; on the CPU the copies of every launched plan are done."""
         return self._costs.facts(self._copies_done)
 
+    def await_copies(self, number: int) -> None:
+        """See CudaRunner; those of every launched plan are done."""
+
     def close(self) -> None:
         """Free pools and weights."""
         empty = torch.empty(0)

@@ -214,6 +214,11 @@ class CudaRunner:
         """Costs by the device's own clock, and which copies are done."""
         return self._costs.facts(self._swaps.copies_done(self._launched))
 
+    def await_copies(self, number: int) -> None:
+        """Wait for the copies of all plans up to `number`: another rank's are done, and the blocks
+        that they touch may be used again."""
+        self._swaps.await_all(number)
+
     def close(self) -> None:
         """Free pools, graphs and weights, after all queued work."""
         self._device.synchronize()

@@ -97,10 +97,14 @@ class Device(Protocol):
         ...
 
 
-def choose_device(setting: Literal["auto", "cpu", "cuda"]) -> torch.device:
+def choose_device(
+    setting: Literal["auto", "cpu", "cuda"], index: int | None = None
+) -> torch.device:
     """The device that a Config names: `auto` is CUDA where torch sees one.
 
-    ConfigError if `cuda` is asked for and not available.
+    index  of the GPU; None: torch's current one
+
+    ConfigError if `cuda` is asked for and not available, or there are not so many GPUs.
     """
     is_there = setting != "cpu" and torch.cuda.is_available()
     if setting == "cuda" and not is_there:
@@ -109,7 +113,14 @@ def choose_device(setting: Literal["auto", "cpu", "cuda"]) -> torch.device:
             "without CUDA)",
             param="device",
         )
-    return torch.device("cuda", torch.cuda.current_device()) if is_there else CPU
+    if not is_there:
+        return CPU
+    if index is not None and index >= (count := torch.cuda.device_count()):
+        raise ConfigError(
+            f"tensor_parallel_size: each rank needs a GPU of its own, and this host has {count}",
+            param="tensor_parallel_size",
+        )
+    return torch.device("cuda", torch.cuda.current_device() if index is None else index)
 
 
 @contextmanager

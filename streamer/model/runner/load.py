@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch
@@ -37,6 +37,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+
+class Place(NamedTuple):
+    """One of the ranks that share a model.
+
+    on_host_index  which of its host's it is, and so which GPU it has
+    num_ranks      of all hosts
+    join           begins the group, when the model is known that they can share
+    """
+
+    on_host_index: int
+    num_ranks: int
+    join: Callable[[Recognized, torch.device], Group]
+
+
 SINGLE_THREAD_BYTES = 32 << 20  # with smaller weights torch computes on one thread
 
 
@@ -44,25 +58,24 @@ def load_runner(
     config: Config,
     device: Device | None = None,
     go_on: Callable[[], None] = lambda: None,
-    group: Group | None = None,
+    place: Place | None = None,
 ) -> tuple[CpuRunner | CudaRunner, ModelInfo]:
     """Load config.model (a folder) on this thread, which is the one that runs it later.
 
     ModelNotSupported, NotEnoughMemory and ConfigError come before weights are read, where they can
     be known. `device`: instead of the config's. `go_on`: called after each layer, may raise.
-    `group`: the ranks that share the model; this one loads its part.
+    `place`: among the ranks that share the model; this one loads its part.
     """
     if config.model is None:
         raise ConfigError("no checkpoint folder to load", param="model")
-    where = choose_device(config.device) if device is None else device.where
-    if device is None and where.type == "cuda":
-        device = CudaDevice(where)
+    where = device.where if device is not None else _device(config, place)
+    device = CudaDevice(where) if device is None and where.type == "cuda" else device
     kernels = ops.choose(where)
     checkpoint = open_checkpoint(Path(config.model), config.quantization)
-    known, shared = _part_of(recognize(checkpoint, config.dtype, where), where, group)
+    known, shared = _part_of(recognize(checkpoint, config.dtype, where), where, place)
+    group = None if shared is None else shared.group
     small = _recognize_draft(config, where)
-    parts = [known] if small is None else [known, small]
-    weight_bytes = sum(part.weight_bytes for part in parts)
+    weight_bytes = known.weight_bytes + (0 if small is None else small.weight_bytes)
     free = _free_bytes(where, group)
     memory.check_weights_fit(weight_bytes, free)
     kv_dtype = known.kv_dtype(config.kv_cache_dtype)
@@ -73,22 +86,23 @@ def load_runner(
             block_bytes=known.block_bytes(config) + _draft_block_bytes(config, small),
             model_limit=known.model_limit,
             free=free - _spare_bytes(config, small),
-            host_free=None if device is None else memory.free_bytes(),
+            host_free=None if device is None else _free_bytes(CPU, group),
         )
 
     plan_pools(free - weight_bytes)  # refuses before minutes of loading
     if device is None:
-        _set_threads(known, kernels, 1 if group is None else group.count)
+        _set_threads(known, kernels, 1 if group is None else group.on_host)
     load = functools.partial(_load_model, kernels, where, config.load_progress, go_on)
     model, draft = load(known, shared), None
     if small is not None:
         most = config.speculative_config.num_speculative_tokens
         draft = DraftModel(load(small), small.model_limit, most)
-    if device is None:
-        peak, left = 0, _free_after(group)
-    else:
+    if group is not None:
+        group.meet()
+    peak = 0
+    if device is not None:
         peak = step_bytes(device, kernels, model, config, known.model_limit, kv_dtype)
-        left = device.free_bytes()
+    left = _free_bytes(CPU, group) if device is None else device.free_bytes()
     pools = _agreed(plan_pools(left - peak), group, known.model_limit)
     sizes = _sizes(config, pools, where, kv_dtype)
     info = model_info(known, config, pools, known.block_bytes(config), where)
@@ -137,33 +151,29 @@ def _spare_bytes(config: Config, small: Recognized | None) -> int:
     return config.max_num_seqs * count * _draft_block_bytes(config, small)
 
 
-def check_shared(config: Config) -> None:
-    """ConfigError where tensor_parallel_size ranks can't share config.model, before any starts."""
-    where = choose_device(config.device)
-    checkpoint = open_checkpoint(Path(config.model or ""), config.quantization)
-    known = recognize(checkpoint, config.dtype, where)
-    split(_shareable(known, where, config.tensor_parallel_size), config.tensor_parallel_size)
+def _device(config: Config, place: Place | None) -> torch.device:
+    """Where this process computes; on GPUs each rank of a host has its own."""
+    return choose_device(config.device, None if place is None else place.on_host_index)
 
 
-def _shareable(known: Recognized, where: torch.device, count: int) -> DecoderConfig:
-    """The decoder that ranks share; ConfigError where there is none."""
+def _shareable(known: Recognized, count: int) -> DecoderConfig:
+    """The decoder that ranks share; ConfigError where there is none, or it can't be split."""
     if known.decoder is None:
+        architecture = architecture_of(known.checkpoint.config)
         why = "it runs on transformers' code, which is not split"
-    elif where.type != "cpu":
-        why = "ranks compute on CPUs so far"
-    else:
-        return known.decoder
-    architecture = architecture_of(known.checkpoint.config)
-    raise ConfigError(f"{FIELD} {count}: {architecture}: {why}", param=FIELD)
+        raise ConfigError(f"{FIELD} {count}: {architecture}: {why}", param=FIELD)
+    split(known.decoder, count)
+    return known.decoder
 
 
 def _part_of(
-    known: Recognized, where: torch.device, group: Group | None
+    known: Recognized, where: torch.device, place: Place | None
 ) -> tuple[Recognized, Shared | None]:
     """What this rank loads, with the sizes of its part."""
-    if group is None:
+    if place is None:
         return known, None
-    shared = Shared(_shareable(known, where, group.count), group)
+    decoder = _shareable(known, place.num_ranks)
+    shared = Shared(decoder, place.join(known, where))
     weight_bytes = int(known.weight_bytes * shared.part.share)
     kv_heads = shared.part.kv_heads.size
     return msgspec.structs.replace(known, weight_bytes=weight_bytes, num_kv_heads=kv_heads), shared
@@ -171,15 +181,8 @@ def _part_of(
 
 def _free_bytes(where: torch.device, group: Group | None) -> int:
     """Memory that this process can take, beside the other ranks on this machine."""
-    count = 1 if group is None else group.count
-    return memory.device_free_bytes(where) // count
-
-
-def _free_after(group: Group | None) -> int:
-    """The CPU's memory when all ranks have loaded."""
-    if group is not None:
-        group.meet()
-    return _free_bytes(CPU, group)
+    free = memory.device_free_bytes(where)
+    return free if group is None or where.type == "cuda" else free // group.on_host
 
 
 def _agreed(pools: memory.PoolSizes, group: Group | None, model_limit: int) -> memory.PoolSizes:

@@ -89,6 +89,11 @@ class Swaps:
             self._costs.saw_swap(copy.done.since(copy.began), len(copy.written))
         return self._pending[0].number - 1 if self._pending else launched
 
+    def await_all(self, number: int) -> None:
+        """Block this thread until all copies of plans up to `number` are done."""
+        while self._pending and self._pending[0].number <= number:
+            self._pending.pop(0).done.wait()
+
     def wait(self) -> None:
         """Block this thread until the oldest copy that is under way is done."""
         if self._pending:

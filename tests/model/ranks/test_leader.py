@@ -11,12 +11,14 @@ import time
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from streamer import AsyncEngine, ConfigError, RankFailed, SamplingParams
 from streamer.config import Config
 from streamer.engine.engine import GenerateRequest
 from streamer.kernels import ops
-from streamer.model.ranks import leader, wire
+from streamer.model.ranks import leader, processes, wire
+from streamer.model.ranks.runner import load_ranked
 from tests.model.sync_engine import SyncEngine
 from tests.model.test_parity import MIXED
 from tests.model.test_speculation import (
@@ -71,7 +73,7 @@ def test_every_kind_of_request_has_the_answers_of_one_rank(
     checkpoint: Any, answers: dict[Key, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Swaps, recomputes, forks, grammars and verifications, in too little memory."""
-    monkeypatch.setattr(leader, "PROGRAM", IN_PAIRS)
+    monkeypatch.setattr(processes, "PROGRAM", IN_PAIRS)
     engine = SyncEngine(
         checkpoint("llama", 1),
         speculation=Oracle(answers, 3),
@@ -148,7 +150,10 @@ async def test_the_watch_forgives_what_stopped_all_ranks(monkeypatch: pytest.Mon
 
 
 async def test_a_rank_that_can_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leader.Leader, "_settings", lambda self: {"model": "/no/such/folder"})
+    start = processes.start
+    monkeypatch.setattr(
+        processes, "start", lambda given: start(replace(given, model="/no/such/folder"))
+    )
     config = Config(model=None, tensor_parallel_size=2, **SETTINGS)
     async with asyncio.timeout(DEADLINE_S):
         with pytest.raises(RankFailed, match=r"rank 1 \(process \d+\): .*/no/such/folder"):
@@ -168,8 +173,8 @@ def test_a_stop_while_the_ranks_start_ends_them_at_once(
     config = Config(model=str(checkpoint("llama")), tensor_parallel_size=2, **SETTINGS)
     began = time.monotonic()
     with pytest.raises(Stop):
-        leader.load_ranked(config, stop, lambda _: None)
-    assert time.monotonic() - began < leader.END_S / 4
+        load_ranked(config, stop, lambda _: None)
+    assert time.monotonic() - began < processes.END_S / 4
     assert not others()
     assert not capfd.readouterr().err
 
@@ -178,22 +183,9 @@ def test_models_that_can_not_be_shared_are_refused(checkpoint: Any) -> None:
     for family, count, why in (("gpt2", 2, "transformers' code"), ("llama", 3, "2 KV heads")):
         config = Config(model=str(checkpoint(family)), tensor_parallel_size=count, **SETTINGS)
         with pytest.raises(ConfigError, match=why) as refusal:
-            leader.load_ranked(config, lambda: None, lambda _: None)
+            load_ranked(config, lambda: None, lambda _: None)
         assert refusal.value.param == "tensor_parallel_size"
     assert not others()
-
-
-def test_a_stranger_is_not_let_in() -> None:
-    """One without the secret, one that says nothing, one that sends too little."""
-    for sent in (wire.HELLO.pack(1, b"x" * 32), b"", b"abc"):
-        ours, theirs = socket.socketpair()
-        ours.settimeout(0.2)
-        with ours, theirs:
-            theirs.sendall(sent)
-            try:
-                assert wire.admit(ours, b"secret") is None
-            except OSError:
-                assert len(sent) < wire.HELLO.size
 
 
 def test_messages_are_bounded_and_end_with_the_connection() -> None:

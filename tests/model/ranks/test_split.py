@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +16,10 @@ from streamer.model.checkpoint import TensorEntry, open_checkpoint
 from streamer.model.families import DecoderConfig, parse_config
 from streamer.model.files import WeightFiles
 from streamer.model.loader import FileSource, check_tensors, load_decoder
-from streamer.model.ranks.group import Group
+from streamer.model.ranks.group import LOOPBACK, Group, Seat
 from streamer.model.ranks.linear import Shared
 from streamer.model.ranks.split import PartSource, spans, split
+from streamer.model.ranks.store import FirstStore
 from streamer.model.runner.device import CPU
 from tests.checkpoints import reference_logits
 from tests.model.hand import paged_logits
@@ -99,16 +99,17 @@ def test_a_cut_group_and_permuted_columns_are_refused() -> None:
         columns_of(permuted, 0, 32)
 
 
-def on_ranks(count: int, folder: Path, work: Callable[[Group], Any]) -> list[Any]:
+def on_ranks(count: int, work: Callable[[Group], Any]) -> list[Any]:
     """What `work` returns on each of `count` ranks, which are threads here."""
     found: list[Any] = [None] * count
+    store = FirstStore(10.0)
 
     def run(index: int) -> None:
-        group = Group.on_one_host(folder / "meeting", index, count)
+        group = Group(Seat(index, count, count, LOOPBACK), store)
         try:
             found[index] = work(group)
         finally:
-            group.close()
+            group.leave()
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
     for thread in threads:
@@ -118,7 +119,7 @@ def on_ranks(count: int, folder: Path, work: Callable[[Group], Any]) -> list[Any
     return found
 
 
-def test_sums_and_gathers_are_the_same_everywhere_and_in_order(tmp_path: Path) -> None:
+def test_sums_and_gathers_are_the_same_everywhere_and_in_order() -> None:
     parts = [torch.randn(5, 8, generator=torch.manual_seed(i)).bfloat16() for i in range(4)]
     sizes = [8, 8, 8, 3]
 
@@ -130,7 +131,7 @@ def test_sums_and_gathers_are_the_same_everywhere_and_in_order(tmp_path: Path) -
         return total, whole, row, group.minima((group.index + 3, -group.index))
 
     expected = torch.stack([p.float() for p in parts]).sum(0)
-    for total, whole, row, minima in on_ranks(4, tmp_path, work):
+    for total, whole, row, minima in on_ranks(4, work):
         assert torch.allclose(total.float(), expected, rtol=1e-2)
         assert torch.equal(row, total[2:3]), "a row's sum depends on the others"
         assert torch.equal(whole, torch.cat([parts[0], parts[1], parts[2], parts[3][:, :3]], 1))
@@ -148,7 +149,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize(("family", "overrides"), VARIANTS, ids=[v[0] for v in VARIANTS])
 def test_logits_of_every_family_are_transformers(
-    checkpoint: Any, reference: Any, tmp_path: Path, family: str, overrides: Any, count: int
+    checkpoint: Any, reference: Any, family: str, overrides: Any, count: int
 ) -> None:
     """On every rank, to the last bit the same: heads, vocabulary and columns that do not divide."""
     folder = checkpoint(family, 1, **overrides)
@@ -160,16 +161,14 @@ def test_logits_of_every_family_are_transformers(
         model = load_decoder(kernels, opened, shared, torch.float32)
         return paged_logits(model, tokens, cuts=(23,))
 
-    found = on_ranks(count, tmp_path, work)
+    found = on_ranks(count, work)
     assert all(torch.equal(each, found[0]) for each in found)
     want = reference_logits(reference(folder), tokens)
     assert (found[0] - want).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
-def test_quantized_matrices_are_split_after_they_are_made(
-    checkpoint: Any, tmp_path: Path, kind: str
-) -> None:
+def test_quantized_matrices_are_split_after_they_are_made(checkpoint: Any, kind: str) -> None:
     """So that they have the codes of the whole matrix."""
     folder = checkpoint("llama", 2, intermediate_size=128)
     opened = open_checkpoint(folder, kind)
@@ -181,7 +180,7 @@ def test_quantized_matrices_are_split_after_they_are_made(
         model = load_decoder(kernels, opened, Shared(config, group), torch.float32)
         return paged_logits(model, tokens)
 
-    for found in on_ranks(2, tmp_path, work):
+    for found in on_ranks(2, work):
         assert (found - want).abs().max() < 1e-4
 
 
