@@ -244,3 +244,27 @@ def test_a_root_path_begins_with_a_slash_and_ends_without() -> None:
     assert Config(root_path="/").root_path == ""
     with pytest.raises(ConfigError, match="root_path"):
         Config(root_path="api")
+
+
+HOSTS = {"nnodes": 2, "tensor_parallel_size": 4, "master_addr": "a", "ranks_secret_file": "f"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"nnodes": 1}, "master_addr"),
+        (
+            {"nnodes": 1, "master_addr": None, "ranks_secret_file": None, "node_rank": 1},
+            "node_rank",
+        ),
+        ({"nnodes": 3}, "nnodes"),
+        ({"node_rank": 2}, "node_rank"),
+        ({"master_addr": None}, "master_addr"),
+        ({"ranks_secret_file": None}, "ranks_secret_file"),
+    ],
+)
+def test_hosts_of_ranks_are_checked(changes: dict[str, object], param: str) -> None:
+    Config(**HOSTS)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=param) as refusal:
+        Config(**{**HOSTS, **changes})  # type: ignore[arg-type]
+    assert refusal.value.param == param
