@@ -29,6 +29,9 @@ NCCL_TIMEOUT_S = 600.0
 # Threads of NCCL's that would ask the store behind our back.
 NCCL_QUIET = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 
+# Numbers from which a sum is worth a second exchange: they take longer than its latency.
+SPLIT_FROM = 1 << 20
+
 
 class OtherLeft(Exception):
     """A sum or gather failed, since another rank left it or did not come."""
@@ -97,15 +100,19 @@ class Group:
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's `part`, in fp32 and in the order of the ranks.
 
-        So a row's sum does not depend on how many rows there are, which a ring's would.
+        So a row's sum does not depend on how many rows there are, which a ring's would. Many
+        numbers are summed by one rank each, with the same result: a rank then receives
+        2 (N - 1) / N times as many as it has, not N - 1 times.
         """
-        parts = self._gather(part)
-        if len(parts) == 2:  # as below, in one pass
-            return torch.add(parts[0].float(), parts[1]).to(part.dtype)
-        total = parts[0].float()
-        for each in parts[1:]:
-            total += each
-        return total.to(part.dtype)
+        if self.count == 2 or part.numel() < SPLIT_FROM:
+            return _summed(self._gather(part))
+        flat = part.reshape(-1)
+        each = -(-flat.numel() // self.count)
+        flat = torch.nn.functional.pad(flat, (0, each * self.count - flat.numel()))
+        mine = torch.empty_like(flat)
+        self._timed(lambda group: group.alltoall_base(mine, flat, [], []))
+        total = torch.cat(self._gather(_summed(list(mine.chunk(self.count)))))
+        return total[: part.numel()].view(part.shape)
 
     def concatenate(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """Every rank's `part` [S, sizes[rank]], side by side."""
@@ -131,13 +138,26 @@ class Group:
         if part.device.type != self._seat.device.type:
             raise InvariantViolated(f"a rank on {self._seat.device} sums on {part.device}")
         found = [torch.empty_like(part) for _ in range(self.count)]
+        self._timed(lambda group: group.allgather([found], [part]))
+        return found
+
+    def _timed(self, begin: Callable[[Any], Any]) -> None:
+        """Wait for what all ranks begin; OtherLeft where one does not."""
         group = self._group
         if group is None:
             raise OtherLeft("this rank has left")
         began = time.perf_counter()
         try:
-            group.allgather([found], [part]).wait()
+            begin(group).wait()
         except RuntimeError as error:
             raise OtherLeft(str(error).partition("\n")[0]) from error
         self.seconds += time.perf_counter() - began
-        return found
+
+
+def _summed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    if len(parts) == 2:  # as below, in one pass
+        return torch.add(parts[0].float(), parts[1]).to(parts[0].dtype)
+    total = parts[0].float()
+    for each in parts[1:]:
+        total += each
+    return total.to(parts[0].dtype)

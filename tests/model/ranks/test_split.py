@@ -16,6 +16,7 @@ from streamer.model.checkpoint import TensorEntry, open_checkpoint
 from streamer.model.families import DecoderConfig, parse_config
 from streamer.model.files import WeightFiles
 from streamer.model.loader import FileSource, check_tensors, load_decoder
+from streamer.model.ranks import group as tested
 from streamer.model.ranks.group import LOOPBACK, Group, Seat
 from streamer.model.ranks.linear import Shared
 from streamer.model.ranks.split import PartSource, spans, split
@@ -119,9 +120,13 @@ def on_ranks(count: int, work: Callable[[Group], Any]) -> list[Any]:
     return found
 
 
-def test_sums_and_gathers_are_the_same_everywhere_and_in_order() -> None:
-    parts = [torch.randn(5, 8, generator=torch.manual_seed(i)).bfloat16() for i in range(4)]
-    sizes = [8, 8, 8, 3]
+@pytest.mark.parametrize("split_from", [1 << 20, 9], ids=["whole", "in parts"])
+def test_sums_and_gathers_are_the_same_everywhere_and_in_order(
+    monkeypatch: pytest.MonkeyPatch, split_from: int
+) -> None:
+    monkeypatch.setattr(tested, "SPLIT_FROM", split_from)
+    parts = [torch.randn(5, 7, generator=torch.manual_seed(i)).bfloat16() for i in range(4)]
+    sizes = [7, 7, 7, 3]
 
     def work(group: Group) -> Any:
         mine = parts[group.index]
@@ -130,9 +135,9 @@ def test_sums_and_gathers_are_the_same_everywhere_and_in_order() -> None:
         row = group.sum(mine[2:3].clone())
         return total, whole, row, group.minima((group.index + 3, -group.index))
 
-    expected = torch.stack([p.float() for p in parts]).sum(0)
+    exact = (((parts[0].float() + parts[1]) + parts[2]) + parts[3]).bfloat16()
     for total, whole, row, minima in on_ranks(4, work):
-        assert torch.allclose(total.float(), expected, rtol=1e-2)
+        assert torch.equal(total, exact)
         assert torch.equal(row, total[2:3]), "a row's sum depends on the others"
         assert torch.equal(whole, torch.cat([parts[0], parts[1], parts[2], parts[3][:, :3]], 1))
         assert minima == [3, -3]
