@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve page test check clients json-suite chaos bench-page paper format demo-model chromium gpu gpu-tests gpu-bench clean
+.PHONY: help serve page test check clients json-suite overload chaos fuzz soak audit lock bench-page paper format demo-model chromium gpu gpu-tests gpu-bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -27,6 +27,11 @@ check: $(VENV)/.ready-dev ## lint, layout and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+OVERLOAD := $(BIN)/streamer loadtest overload
+overload: $(VENV)/.ready ## ten times the sustainable rate for 2 minutes, with the fake and the bundled model; six minutes
+	$(OVERLOAD) $(ARGS)
+	$(OVERLOAD) --serve '$(CURDIR)/$(BIN)/streamer serve --max-num-seqs 32' --tokens 128 $(ARGS)
 
 chaos: $(VENV)/.ready-dev ## kill a server at 100 random moments beneath its clients, and every other fault; ten minutes
 	STREAMER_KILLS=100 STREAMER_VANISHING=1000 $(BIN)/python -m pytest -s -o faulthandler_timeout=0 tests/chaos $(ARGS)
@@ -49,6 +54,13 @@ soak: $(VENV)/.ready-dev ## everything at once for an hour, MINUTES=10 for less:
 
 audit: $(VENV)/.ready-dev ## known vulnerabilities of what is installed; says which service can't be reached
 	.ci/audit
+
+LOCK := build/lock
+lock: | $(VENV)/bin/python ## .ci/constraints.txt as pyproject.toml has it; ARGS=--upgrade for the newest of all
+	@test -x $(LOCK)/bin/uv || { $(BIN)/python -m venv $(LOCK) && $(LOCK)/bin/pip install -q 'uv>=0.9,<1'; }
+	echo '$(TORCH)' > $(LOCK)/torch.txt
+	$(LOCK)/bin/uv pip compile -q --universal --python-version 3.11 --all-extras --generate-hashes \
+	--no-header --no-annotate -c $(LOCK)/torch.txt -o .ci/constraints.txt $(ARGS) pyproject.toml
 
 bench-page: $(VENV)/.ready-dev page chromium ## measure the page in a browser, beside its budget
 	$(BIN)/streamer bench page $(ARGS)

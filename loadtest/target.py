@@ -11,7 +11,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncGenerator, Generator
 from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
@@ -86,7 +86,7 @@ class Target(msgspec.Struct, frozen=True):
         finally:
             sock.close()
 
-    async def aread(self, request: bytes) -> AsyncIterator[Read]:
+    async def aread(self, request: bytes) -> AsyncGenerator[Read]:
         """As `read`, for asyncio; TimeoutError after TIMEOUT_S without a byte."""
         context = tls() if self.is_tls else None
         opening = asyncio.open_connection(self.host, self.port, ssl=context, limit=READ_BYTES)

@@ -61,8 +61,6 @@ HEADING = (
     "refused",
     "closed",
     "after, s (p99)",
-    "answered of possible",
-    "recovers in, s",
 )
 
 
@@ -241,13 +239,4 @@ def cells(found: Found) -> list[str]:
         str(tally.refused),
         str(tally.closed),
         after,
-        f"{tally.answered / tally.expected:.0%}" if tally.expected else "-",
-        recovery(tally),
     ]
-
-
-def recovery(tally: Tally) -> str:
-    """The recovery time as a cell: "-" where none is measured, "not" without recovery."""
-    if not tally.expected:
-        return "-"
-    return "not" if tally.recovery_s is None else f"{tally.recovery_s:.1f}"

@@ -24,6 +24,7 @@ PROGRAMS = {
     "attacks": Command(
         "streamer.loadtest.attacks.command", "throughput left to other clients during attacks"
     ),
+    "overload": Command("streamer.loadtest.overload", "ten times what a server can answer"),
     "compare": Command("streamer.loadtest.compare.command", "this engine beside installed others"),
 }
 

@@ -10,7 +10,7 @@ from websockets.frames import Frame, Opcode
 
 from streamer.cli import main
 from streamer.loadtest.attacks.attackers import PLANS, Tally, frame
-from streamer.loadtest.attacks.command import HEADING, Found, cells, rows
+from streamer.loadtest.attacks.command import HEADING, Found, rows
 
 
 def attacks(*flags: str) -> int:
@@ -48,14 +48,7 @@ def test_an_earlier_run_stands_before_a_later_one() -> None:
         "0 -> 3",
         "0 -> 2",
         "- -> 0.25",
-        *["- -> -"] * 2,
     ]
-
-
-def test_of_an_overload_what_is_answered_and_the_recovery_are_shown() -> None:
-    for recovery_s, shown in ((3.96, "4.0"), (None, "not")):
-        tally = Tally(answered=45, expected=50.0, recovery_s=recovery_s)
-        assert cells(Found("overload", 8.0, 1.0, 0.1, 1, 1, tally))[-2:] == ["90%", shown]
 
 
 @pytest.mark.parametrize("name", ["priority", "tokenizing"])
