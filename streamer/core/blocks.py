@@ -29,17 +29,21 @@ class BlockHasher:
     def __init__(self, block_size: int, secret: bytes) -> None:
         self.block_size = block_size
         self.secret = secret
-        self._pack = Struct(f"={block_size}I").pack
+        self._struct = Struct(f"={block_size}I")
 
     def root(self, salt: bytes) -> bytes:
         """The parent of a sequence's first block."""
         return blake2b(salt, digest_size=DIGEST_SIZE, key=self.secret, person=b"root").digest()
 
-    def next(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """The hash of a full block after `parent`."""
+    def pack(self, tokens: Sequence[int]) -> bytes:
+        """A full block's tokens, as they are hashed and compared."""
+        return self._struct.pack(*tokens)
+
+    def next(self, parent: bytes, content: bytes) -> bytes:
+        """The hash of a full block of these packed tokens after `parent`."""
         # For 16 tokens one of BLAKE2b's compressions, keyed as well three: 0.5 us a block, not
         # 1.0 (EPYC, 2026-11-22).
-        return blake2b(parent + self._pack(*tokens), digest_size=DIGEST_SIZE).digest()
+        return blake2b(parent + content, digest_size=DIGEST_SIZE).digest()
 
     def hash_blocks(self, tokens: Sequence[int], salt: bytes) -> tuple[bytes, ...]:
         """Hashes of all full blocks of `tokens`, first to last."""
@@ -47,7 +51,7 @@ class BlockHasher:
         parent = self.root(salt)
         hashes = []
         for start in range(0, len(tokens) - size + 1, size):
-            parent = self.next(parent, tokens[start : start + size])
+            parent = self.next(parent, self.pack(tokens[start : start + size]))
             hashes.append(parent)
         return tuple(hashes)
 
@@ -78,7 +82,7 @@ class BlockPool:
         self._cool_until: dict[int, int] = {}
         self._cool_queue: deque[tuple[int, int]] = deque()
         self._index: dict[bytes, int] = {}
-        self._published: dict[int, tuple[bytes, tuple[int, ...]]] = {}
+        self._published: dict[int, tuple[bytes, bytes]] = {}
 
     @property
     def num_free(self) -> int:
@@ -177,8 +181,8 @@ class BlockPool:
         else:
             self._blank.append(block)
 
-    def publish(self, block: int, block_hash: bytes, tokens: tuple[int, ...]) -> bool:
-        """Let `find` return the block; False if another block has that hash already."""
+    def publish(self, block: int, block_hash: bytes, content: bytes) -> bool:
+        """Let `find` return the block of this content; False if another has that hash already."""
         if block_hash in self._index or block in self._published:
             return False
         if self._refs[block] == 0:
@@ -186,7 +190,7 @@ class BlockPool:
                 f"{self.name} block {block} has no reference: it can't be published"
             )
         self._index[block_hash] = block
-        self._published[block] = (block_hash, tokens)
+        self._published[block] = (block_hash, content)
         return True
 
     def withdraw(self, block: int) -> None:
@@ -204,10 +208,10 @@ class BlockPool:
         if block is not None:
             self.withdraw(block)
 
-    def find(self, block_hash: bytes, tokens: Sequence[int]) -> int | None:
-        """The block with that hash, if its own tokens are these (a collision is a miss)."""
+    def find(self, block_hash: bytes, content: bytes) -> int | None:
+        """The block with that hash, if its content is this too (a collision is a miss)."""
         block = self._index.get(block_hash)
-        if block is None or self._published[block][1] != tuple(tokens):
+        if block is None or self._published[block][1] != content:
             return None
         return block
 

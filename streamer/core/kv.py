@@ -96,13 +96,17 @@ class KVManager:
 
     def _hash_upto(self, seq: Sequence, num_blocks: int) -> None:
         """Extend seq.hashes to the first `num_blocks` blocks (their tokens are known)."""
-        size, hashes = self.block_size, seq.hashes
+        hashes = seq.hashes
         if not hashes:
             hashes.extend(seq.request.add.block_hashes[:num_blocks])
         while len(hashes) < num_blocks:
             parent = hashes[-1] if hashes else self.hasher.root(seq.request.add.salt)
-            start = len(hashes) * size
-            hashes.append(self.hasher.next(parent, seq.tokens[start : start + size]))
+            hashes.append(self.hasher.next(parent, self._content(seq, len(hashes))))
+
+    def _content(self, seq: Sequence, index: int) -> bytes:
+        """What a full block of known tokens is hashed and compared by."""
+        start = index * self.block_size
+        return self.hasher.pack(seq.tokens[start : start + self.block_size])
 
     def _cached_blocks(self, seq: Sequence) -> list[int]:
         """The longest published prefix that leaves a token to compute, and all those to score.
@@ -121,7 +125,7 @@ class KVManager:
         if (same := self.device.num_published(found, hashes)) < len(found):
             del found[same:]
         for i in range(len(found), limit):
-            block = self.device.find(hashes[i], seq.tokens[i * size : (i + 1) * size])
+            block = self.device.find(hashes[i], self._content(seq, i))
             if block is None:
                 break
             found.append(block)
@@ -151,17 +155,17 @@ class KVManager:
         """Make full blocks of known tokens findable, as far as they are computed or scheduled."""
         if not self.has_prefix_cache or not seq.blocks:
             return
-        size, known, hashes, first = self.block_size, seq.tokens, seq.hashes, seq.num_published
-        full = min(seq.num_computed, len(known)) // size
+        hashes, first = seq.hashes, seq.num_published
+        full = min(seq.num_computed, len(seq.tokens)) // self.block_size
         if full <= first:
             return
         for i in range(first, full):
-            tokens = tuple(known[i * size : (i + 1) * size])
+            content = self._content(seq, i)
             if 0 < i == len(hashes):
-                hashes.append(self.hasher.next(hashes[-1], tokens))
+                hashes.append(self.hasher.next(hashes[-1], content))
             elif i >= len(hashes):
                 self._hash_upto(seq, full)
-            self.device.publish(seq.blocks[i], hashes[i], tokens)
+            self.device.publish(seq.blocks[i], hashes[i], content)
         seq.num_published = full
 
     def withdraw(self, seq: Sequence) -> None:
@@ -307,7 +311,7 @@ class KVManager:
         if not self.has_prefix_cache or index >= known:
             return None
         self._hash_upto(seq, index + 1)
-        return self.host.find(seq.hashes[index], seq.tokens[index * size : (index + 1) * size])
+        return self.host.find(seq.hashes[index], self._content(seq, index))
 
     def swap_cost(self, seqs: Iterable[Sequence]) -> tuple[int, int, bool]:
         """(blocks to copy out, distinct blocks to bring back, whether it can be done now).
@@ -364,8 +368,7 @@ class KVManager:
         size = self.block_size
         if self.has_prefix_cache and (i + 1) * size <= min(seq.num_computed, len(seq.tokens)):
             self._hash_upto(seq, i + 1)
-            tokens = tuple(seq.tokens[i * size : (i + 1) * size])
-            self.host.publish(taken[0], seq.hashes[i], tokens)
+            self.host.publish(taken[0], seq.hashes[i], self._content(seq, i))
         return taken[0]
 
     def swap_in_need(self, seqs: Iterable[Sequence]) -> int:
@@ -415,7 +418,7 @@ class KVManager:
         if not self.has_prefix_cache or i >= known:
             return None
         self._hash_upto(seq, i + 1)
-        return self.device.find(seq.hashes[i], seq.tokens[i * size : (i + 1) * size])
+        return self.device.find(seq.hashes[i], self._content(seq, i))
 
     def _take_one(self) -> int:
         taken = self.device.take(1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import NamedTuple
 
 from streamer.core.request import Request, Sequence, Share
@@ -34,16 +35,6 @@ class Drawing(NamedTuple):
     stops: tuple[tuple[int, set[int]], ...] = ()
 
 
-_Entry = tuple[str, int, list[int], Share, frozenset[int], set[int] | None]
-
-
-def _entry(seq: Sequence) -> _Entry:
-    request = seq.request
-    add = request.add
-    harmless = request.harmless if add.stop else None
-    return add.request_id, seq.choice, seq.tokens, request.share, add.stop_ids, harmless
-
-
 class Rows:
     """The runner's persistent rows: free, reserved by a request, or joined by a sequence.
 
@@ -62,7 +53,14 @@ class Rows:
         self._leaves: list[int] = []  # not yet sent to the runner
         self._free = list(range(num_rows))
         self._cooling: deque[tuple[int, int]] = deque()
-        self._entries: list[_Entry | None] = [None] * num_rows  # of the owners
+        # Of the owners, a column each: to pick some rows of these takes a third of the time that it
+        # takes to look at each owner (60 of 180 us for 1,024; EPYC Zen 5, Python 3.11, 2026-11-23).
+        self._request_ids = [""] * num_rows
+        self._choices = [0] * num_rows
+        self._known: list[list[int]] = [[]] * num_rows
+        self._shares = [Share()] * num_rows
+        self._stop_ids: list[frozenset[int]] = [frozenset()] * num_rows
+        self._harmless: list[set[int] | None] = [None] * num_rows
         self._drawing = Drawing()
 
     @property
@@ -92,8 +90,12 @@ class Rows:
 
     def join(self, seq: Sequence) -> None:
         """Record that the runner gets the sequence in its row."""
-        self.owners[seq.row] = seq
-        self._entries[seq.row] = _entry(seq)
+        row, request = seq.row, seq.request
+        self.owners[row] = seq
+        self._request_ids[row], self._choices[row] = request.request_id, seq.choice
+        self._known[row], self._shares[row] = seq.tokens, request.share
+        self._stop_ids[row] = request.add.stop_ids
+        self._harmless[row] = request.harmless if request.add.stop else None
         seq.joined = True
         self.num_joined += 1
         self.num_moves += 1
@@ -137,24 +139,28 @@ class Rows:
         """What `apply` needs of these rows, each of which drew a token."""
         last = self._drawing
         if self.num_moves != last.moves or (rows is not last.rows and rows != last.rows):
-            entries = [entry for row in rows if (entry := self._entries[row]) is not None]
-            if len(entries) < len(rows):
-                row = next(row for row in rows if self._entries[row] is None)
-                raise InvariantViolated(f"a token was drawn for row {row}, which no sequence has")
-            if not entries:
-                return Drawing()
-            ids, choices, known, shares, stop_ids, harmless = zip(*entries, strict=True)
-            self._drawing = Drawing(
-                rows,
-                self.num_moves,
-                ids,
-                choices,
-                known,
-                tuple(Counter(shares).items()),
-                frozenset().union(*set(stop_ids)),
-                tuple((i, each) for i, each in enumerate(harmless) if each is not None),
-            )
+            self._drawing = self._pick(rows) if rows else Drawing()
         return self._drawing
+
+    def _pick(self, rows: tuple[int, ...]) -> Drawing:
+        pick = itemgetter(*rows) if len(rows) > 1 else lambda column: (column[rows[0]],)
+        if not all(pick(self.owners)):
+            row = next(row for row in rows if self.owners[row] is None)
+            raise InvariantViolated(f"a token was drawn for row {row}, which no sequence has")
+        harmless = pick(self._harmless)
+        has_stops = harmless.count(None) < len(rows)
+        return Drawing(
+            rows,
+            self.num_moves,
+            request_ids=pick(self._request_ids),
+            choices=pick(self._choices),
+            known=pick(self._known),
+            shares=tuple(Counter(pick(self._shares)).items()),
+            stop_ids=frozenset().union(*set(pick(self._stop_ids))),
+            stops=tuple((i, each) for i, each in enumerate(harmless) if each is not None)
+            if has_stops
+            else (),
+        )
 
     def check(self, requests: Iterable[Request]) -> None:
         """Prove that each row is free, cooling or held, exactly once, or raise."""
