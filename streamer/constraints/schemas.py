@@ -42,6 +42,7 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "unevaluatedProperties": (True, {}),
     "minProperties": (0,),
 }
+_COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 # Keywords that say nothing without one of others.
 _BESIDE = {
     "if": ("then", "else"),
@@ -62,7 +63,9 @@ def followable(schema: Any) -> Any:
     for key, value in schema.items():
         if _says_nothing(key, value, schema):
             continue
-        if key in _BY_NAME and isinstance(value, dict):
+        if key in _COUNTS and isinstance(value, float) and value.is_integer():
+            found[key] = int(value)
+        elif key in _BY_NAME and isinstance(value, dict):
             found[key] = {name: followable(each) for name, each in value.items()}
         else:
             found[key] = followable(value) if key in _SCHEMAS else value

@@ -2,7 +2,8 @@
 
 recorded.json has the last request of a session of Claude Code, Codex CLI and opencode (`make
 clients` runs them): their long texts, descriptions and ids are replaced, all but two tools of a
-kind left out. Those of Continue, Open WebUI and Copilot follow their public sources.
+kind left out. Those of Continue, Open WebUI and Copilot follow their public sources, which each
+test names.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ def post(server: Running, path: str, body: dict[str, Any]) -> httpx.Response:
 
 
 def test_copilots_probes_and_chat(weather: Running) -> None:
-    """microsoft/vscode-copilot-chat, byok/ollamaProvider: version, tags, show, then chats."""
+    """microsoft/vscode-copilot-chat, extension/byok: ollamaProvider asks for version, tags and
+    what is shown of each model; openAIEndpoint, also that of a custom endpoint, sends chats without
+    a limit, and networking/openai.ts marks messages for its own service's cache."""
     version = httpx.get(weather.url + "/api/version").json()["version"]
     assert tuple(map(int, version.split("."))) >= (0, 6, 4)
     (model,) = httpx.get(weather.url + "/api/tags").json()["models"]
@@ -100,15 +103,31 @@ def test_copilots_probes_and_chat(weather: Running) -> None:
     body = {
         "model": model["model"],
         "messages": [
-            {"role": "system", "content": "Follow the instructions."},
-            {"role": "user", "content": [{"type": "text", "text": "How is the weather?"}]},
+            {
+                "role": "system",
+                "content": "Follow the instructions.",
+                "copilot_cache_control": {"type": "ephemeral"},
+            },
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "How is the weather?"}],
+                "copilot_cache_control": {"type": "ephemeral"},
+            },
         ],
-        "tools": [TOOL],
-        "tool_choice": "auto",
+        "tools": [
+            TOOL,
+            {
+                "type": "function",
+                "function": {
+                    "name": "now",
+                    "description": "The time.",
+                    "parameters": {"type": "object", "properties": {}},
+                },
+            },
+        ],
         "temperature": 0.1,
         "top_p": 1,
         "n": 1,
-        "max_tokens": 4096,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
@@ -118,30 +137,38 @@ def test_copilots_probes_and_chat(weather: Running) -> None:
 
 
 def test_open_webuis_chats(weather: Running) -> None:
-    """open-webui, routers/openai and ollama: models, chats, titles; tags, ps, chats."""
+    """open-webui/open-webui, routers/openai.py and utils/payload.py: models, chats with usage, a
+    model's settings, titles; over Ollama's API tags, what is loaded, chats with settings."""
     assert httpx.get(weather.url + "/v1/models").json()["data"][0]["id"] == "fake"
     messages = [{"role": "user", "content": "How is the weather?"}]
     chat = {"model": "fake", "messages": messages, "stream": True}
     native = {**chat, "tools": [TOOL], "stream_options": {"include_usage": True}}
     assert '"name":"get_weather"' in post(weather, "/v1/chat/completions", native).text
+    settings = {"temperature": 0.7, "top_p": 0.9, "frequency_penalty": 0.1, "seed": 5}
+    settings |= {"stop": ["###"], "logit_bias": {"5": 1}, "max_tokens": 500}
+    settings["stream_options"] = {"include_usage": True}
+    assert '"usage":{' in post(weather, "/v1/chat/completions", {**chat, **settings}).text
     title = {**chat, "stream": False, "max_completion_tokens": 1000}
     assert post(weather, "/v1/chat/completions", title).json()["choices"]
     for path in ("/api/tags", "/api/ps"):
         assert httpx.get(weather.url + path).json()["models"]
-    ollama = {**chat, "options": {"num_ctx": 4096, "temperature": 0.7}, "keep_alive": "5m"}
+    ollama = {**chat, "keep_alive": "5m"}
+    ollama["options"] = {"num_ctx": 4096, "temperature": 0.7, "top_p": 0.9, "num_predict": 500}
+    ollama["options"] |= {"seed": 5, "stop": ["###"], "repeat_penalty": 1.1, "mirostat": 0}
     lines = post(weather, "/api/chat", {**ollama, "tools": [TOOL]}).text.splitlines()
     calls = [c for line in lines for c in json.loads(line)["message"].get("tool_calls", ())]
     assert calls[0]["function"] == {"name": "get_weather", "arguments": {"city": "Bern"}}
 
 
 def test_continues_chats_and_completions(weather: Running) -> None:
-    """continuedev/continue, llm/llms/OpenAI: agent mode, and completion by a FIM template."""
+    """continuedev/continue, core/llm/openaiTypeConverters.ts: agent mode, whose texts are joined
+    and never empty, and completions of a template for what stands between two texts."""
     call = {"name": "get_weather", "arguments": '{"city": "Bern"}'}
     body = {
         "model": "fake",
         "messages": [
             {"role": "system", "content": "<important_rules>Be brief.</important_rules>"},
-            {"role": "user", "content": [{"type": "text", "text": "How is the weather?"}]},
+            {"role": "user", "content": "How is the weather?"},
             {
                 "role": "assistant",
                 "content": " ",
@@ -152,8 +179,6 @@ def test_continues_chats_and_completions(weather: Running) -> None:
         "max_tokens": 4096,
         "stream": True,
         "tools": [TOOL],
-        "parallel_tool_calls": False,
-        "stream_options": {"include_usage": True},
     }
     stream = post(weather, "/v1/chat/completions", body).text
     assert "".join(texts(stream)) == "It is 18 degrees in Bern."

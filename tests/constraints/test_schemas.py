@@ -71,6 +71,13 @@ def test_keywords_that_say_nothing_are_left_out(schema: dict[str, Any]) -> None:
     grammars_of_bytes().compile(Grammar("json", json.dumps(schema)))
 
 
+def test_counts_may_be_written_with_a_point() -> None:
+    schema = {"type": "array", "minItems": 1.0, "maxItems": 2.0}
+    assert followable(schema) == {"type": "array", "minItems": 1, "maxItems": 2}
+    grammars_of_bytes().compile(Grammar("json", json.dumps(schema)))
+    assert followable({"maxItems": 2.5, "const": 1.0}) == {"maxItems": 2.5, "const": 1.0}
+
+
 @pytest.mark.parametrize(
     "schema",
     [

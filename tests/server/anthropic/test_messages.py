@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import anthropic
 import httpx
 import pytest
 
 from streamer.fake.model import expected_text
 from streamer.server.anthropic.body import READER
+from streamer.server.transport import sse as event_stream
 from tests.server.support.counting import CHAT, ENDLESS, Event, sse
 from tests.server.support.running import BUNDLED, Running
 
@@ -83,6 +85,23 @@ def test_the_events_of_a_stream_are_the_whole_message(server: Running) -> None:
     assert end["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
     assert end["usage"]["output_tokens"] == 8
     assert last == {"type": "message_stop"}
+
+
+def test_a_stream_that_waits_is_kept_alive_by_pings(
+    server_with: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 0.05)
+    server = server_with(model="fake:tokens_per_s=10")
+    events = events_of(server)
+    pings = [e for e in events if e.kind == "ping"]
+    assert pings
+    assert {e.data for e in pings} == {'{"type":"ping"}'}
+    asked = {**ASKED, "messages": [{"role": "user", "content": "count to 7"}]}
+    with (
+        anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client,
+        client.messages.stream(**asked) as stream,
+    ):
+        assert "".join(stream.text_stream) == expected_text(7)
 
 
 @pytest.mark.parametrize(
