@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from streamer.core.plan import FinishReason, Notice, NoticeKind, StepOutput
+from streamer.core.plan import Finish, FinishReason, Notice, NoticeKind, StepOutput
 from streamer.engine.load import Load
 from streamer.engine.requests import QueueNeeds
 from streamer.engine.stream import TokenStream
@@ -100,6 +100,10 @@ class Registry:
 
     def __init__(self, retain_s: float, retain_bytes: int) -> None:
         self._live: dict[str, TokenStream] = {}
+        # Of the latest step: the requests that its tokens are of, and their streams. A steady step
+        # names the same tuple again.
+        self._drawn: tuple[str, ...] = ()
+        self._drawn_by: list[TokenStream | None] = []
         # Ended here before the scheduler ended them: choices whose finishes are still to come.
         self._leaving: dict[str, int] = {}
         self._retained = Retention(retain_s, retain_bytes, self._dropped)
@@ -240,19 +244,7 @@ class Registry:
             if (stream := live.get(request_id)) is not None:
                 stream.prompt_logprobs += found
         finishes = {(f.request_id, f.choice): f for f in output.finishes}
-        logprobs, ids, choices = output.logprobs, output.request_ids, output.choices
-        following = (*ids[1:], "") if ids else ()
-        drawn = zip(ids, choices, output.tokens, following, strict=True)
-        for i, (request_id, choice, token, next_id) in enumerate(drawn):
-            stream = live.get(request_id)
-            if stream is None:
-                continue
-            finish = None
-            if finishes and not (next_id == request_id and choices[i + 1] == choice):
-                finish = finishes.pop((request_id, choice), None)  # of the last token of a run
-            stream.push(choice, token, logprobs.get(i) if logprobs else None, finish)
-            if next_id != request_id:
-                stream.wake()
+        self._push(output, finishes)
         for (request_id, _), finish in finishes.items():
             stream = live.get(request_id)
             if stream is not None:
@@ -268,6 +260,25 @@ class Registry:
                 self._leaving[finish.request_id] -= 1
                 if not self._leaving[finish.request_id]:
                     del self._leaving[finish.request_id]
+
+    def _push(self, output: StepOutput, finishes: dict[tuple[str, int], Finish]) -> None:
+        """Hand each token to its stream, with the finish that comes with it, which is taken out of
+        `finishes`."""
+        ids, choices, logprobs = output.request_ids, output.choices, output.logprobs
+        if ids is not self._drawn:
+            self._drawn, self._drawn_by = ids, [self._live.get(each) for each in ids]
+        streams = self._drawn_by
+        following = (*streams[1:], None) if streams else ()
+        drawn = zip(streams, choices, output.tokens, following, strict=True)
+        for i, (stream, choice, token, next_stream) in enumerate(drawn):
+            if stream is None:
+                continue
+            finish = None
+            if finishes and not (next_stream is stream and choices[i + 1] == choice):
+                finish = finishes.pop((ids[i], choice), None)  # of the last token of a run
+            stream.push(choice, token, logprobs.get(i) if logprobs else None, finish)
+            if next_stream is not stream:
+                stream.wake()
 
     def fail(self, stream: TokenStream, error: StreamerError) -> None:
         """End a live stream with an error, before the scheduler ends its request."""
@@ -293,6 +304,7 @@ class Registry:
     def _retire(self, stream: TokenStream, reason: FinishReason) -> None:
         """Move a stream from live to retained, within the bounds."""
         del self._live[stream.request_id]
+        self._drawn, self._drawn_by = (), []
         tenant = self._load.ended(stream.request_id, time.perf_counter())
         self.num_ended[reason] += 1
         if not self._live:
