@@ -446,7 +446,7 @@ INLINE void attend(const Op *op, int64_t row, int64_t start, int64_t head, int64
                 int64_t next = head + h + 1, from = key;
                 if (h + 1 == heads && key + TILE < end) next = head, from = key + TILE;
                 else if (h + 1 == heads) from = begin;
-                find_keys(op, table, min_int(next, last), from, end, &keys[i ^ 1], dtype);
+                find_keys(op, table, min_int(next, op->n[1] - 1), from, end, &keys[i ^ 1], dtype);
                 attend_keys(op, &tiles[h], &keys[i], &keys[i ^ 1], key, dtype);
             }
         for (int64_t h = 0; h < heads; h++) put_sums(op, &tiles[h], token, head + h, dtype);

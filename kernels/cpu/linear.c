@@ -11,7 +11,7 @@
 #include "common.h"
 #include "panels.h"
 
-#define AHEAD 2048     /* bytes fetched ahead of a single pass */
+#define AHEAD 4096     /* bytes fetched ahead of a single pass */
 #define DEPTH 512      /* of K at once where rows take several passes: stays in the L1 cache */
 
 INLINE int64_t panel_bytes(int64_t K, int dtype) {
@@ -126,7 +126,7 @@ INLINE void linear_panel(const Op *op, int64_t panel, int64_t from, int64_t rows
 
 static void linear_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {
     int64_t rows = step->counts[op->count], panels = divide_up(op->n[1], TILE);
-    int64_t at_once = panels_at_once(op, me->threads);
+    int64_t at_once = panels_at_once(op, step, me->threads);
     int64_t first = chunk * at_once, last = min_int(panels, first + at_once);
     int64_t block = rows_at_once(op->n[0] * size_of(op->dtype));
     float *sum = (float *)me->scratch;

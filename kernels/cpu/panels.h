@@ -28,13 +28,15 @@ enum { STORE = 0, ADD_TO = 1, GATE_SILU = 2, GATE_GELU = 3, GATE_GELU_TANH = 4 }
 #define KERNEL static __attribute__((noinline, optimize("no-ivopts")))
 #endif
 
-static int64_t panels_at_once(const Op *op, int threads) {
-    return max_int(1, min_int(MAX_PANELS, divide_up(op->n[1], TILE) / (6 * threads)));
+/* Few rows are read rather than computed: a chunk may be small, since a thread's next one follows it
+ * in memory, and threads end nearly together. */
+static int64_t panels_at_once(const Op *op, const Step *step, int threads) {
+    int64_t chunks = (step->counts[op->count] > ROWS_MAX ? 6 : 16) * threads;
+    return max_int(1, min_int(MAX_PANELS, divide_up(op->n[1], TILE) / chunks));
 }
 
 static int64_t linear_chunks(const Op *op, const Step *step, int threads) {
-    (void)step;
-    return divide_up(divide_up(op->n[1], TILE), panels_at_once(op, threads));
+    return divide_up(divide_up(op->n[1], TILE), panels_at_once(op, step, threads));
 }
 
 static int64_t rows_at_once(int64_t row_bytes) {

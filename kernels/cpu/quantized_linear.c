@@ -223,7 +223,7 @@ static void quantized_panel(const Op *op, const Shape *shape, int64_t panel, int
 
 static void quantized_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {
     int64_t rows = step->counts[op->count], panels = divide_up(op->n[1], TILE);
-    int64_t at_once = panels_at_once(op, me->threads);
+    int64_t at_once = panels_at_once(op, step, me->threads);
     int64_t first = chunk * at_once, last = min_int(panels, first + at_once);
     Shape shape = shape_of(op);
     int64_t block = rows_at_once(op->n[2]);

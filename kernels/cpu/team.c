@@ -1,9 +1,10 @@
 /* Runs lists of ops on a team of threads: the caller is one of them.
  *
- * Work is taken in chunks by a ticket (op number, chunk number), so a thread that the system has
- * descheduled holds up only the chunk it was in, and one that wakes late joins. The last chunk of
- * an op to end opens the next op. Between runs the other threads wait: AWAKE_NS in a loop, then
- * asleep.
+ * The chunks of an op are divided into one range a thread, which takes them in order, so that it
+ * reads weights front to back across chunks; one whose range is empty takes the last chunk of
+ * another's. So a thread that the system has descheduled holds up only the chunk it was in, and one
+ * that wakes late joins. Who ends the last chunk opens the next op, and runs ops of a single chunk
+ * itself. Between runs the other threads wait: AWAKE_NS in a loop, then asleep.
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -29,7 +30,7 @@
 #include "rope.c"
 
 #define THREADS_MAX 256
-#define PATIENCE 1000      /* reads of the ticket before yielding to other threads */
+#define PATIENCE 1000      /* reads of a range before yielding to other threads */
 #define AWAKE_NS 20000     /* how long an idle thread looks for work before it sleeps */
 
 typedef struct {
@@ -51,24 +52,34 @@ static const Kind kinds[] = {
     {fit_chunks, round_run},           {ban_chunks, ban_run},
 };
 
-/* A ticket is op << 52 | chunks of that op << 26 | next chunk, so that a thread that takes
- * one can check that the chunk exists without reading anything that a later run may replace. */
+/* A range is op << 52 | first chunk << 26 | end, so that taking a chunk checks that the op is still
+ * the one that was seen: what is replaced when the next op opens is read only with a chunk taken. */
+#define CHUNK_BITS 26
 #define DONE ((uint64_t)0xfff << 52)
 
+typedef struct {
+    _Alignas(64) _Atomic uint64_t chunks;
+} Range;
+
 typedef struct Team {
-    _Alignas(64) _Atomic uint64_t ticket;
-    _Alignas(64) const Op *ops;
+    const Op *ops;
     const Step *step;
     int64_t num_ops;
+    int64_t chunks; /* of the open op */
     int threads;
     _Atomic int asleep;
     _Atomic int is_closing;
     pthread_mutex_t lock;
     pthread_cond_t wake;
-    _Alignas(64) _Atomic int32_t ended; /* chunks of the open op */
+    _Alignas(64) _Atomic int64_t ended; /* chunks of the open op */
+    Range ranges[THREADS_MAX];
     Worker workers[THREADS_MAX];
     pthread_t handles[THREADS_MAX];
 } Team;
+
+INLINE int64_t op_of(uint64_t range) { return (int64_t)(range >> 2 * CHUNK_BITS); }
+INLINE int64_t end_of(uint64_t range) { return (int64_t)(range & ((1 << CHUNK_BITS) - 1)); }
+INLINE int64_t first_of(uint64_t range) { return end_of(range >> CHUNK_BITS); }
 
 static inline void pause_briefly(void) {
 #if defined(__x86_64__)
@@ -78,37 +89,74 @@ static inline void pause_briefly(void) {
 #endif
 }
 
-static void open_op(Team *team, int64_t number) {
-    const Op *op = team->ops + number;
-    if (number == team->num_ops) {
-        atomic_store(&team->ticket, DONE);
+/* Run the ops from `number` on that are a single chunk, and open the next. In the ranges' order: the
+ * last one always has a chunk, so the op can't end, nor another be opened, before all are written.
+ * The caller's own comes last when a run ends, since then it may begin another. */
+static void open_op(Team *team, int64_t number, Worker *me) {
+    for (; number < team->num_ops; number++) {
+        const Op *op = team->ops + number;
+        int64_t chunks = kinds[op->kind].chunks(op, team->step, team->threads);
+        if (chunks == 1) kinds[op->kind].run(op, team->step, 0, me);
+        if (chunks <= 1) continue;
+        team->chunks = chunks;
+        atomic_store_explicit(&team->ended, 0, memory_order_relaxed);
+        for (int64_t i = 0; i < team->threads; i++) {
+            uint64_t first = (uint64_t)(chunks * i / team->threads);
+            uint64_t end = (uint64_t)(chunks * (i + 1) / team->threads);
+            uint64_t range = (uint64_t)number << 2 * CHUNK_BITS | first << CHUNK_BITS | end;
+            atomic_store_explicit(&team->ranges[i].chunks, range, memory_order_release);
+        }
         return;
     }
-    uint64_t chunks = (uint64_t)kinds[op->kind].chunks(op, team->step, team->threads);
-    atomic_store(&team->ended, 0);
-    atomic_store(&team->ticket, (uint64_t)number << 52 | chunks << 26);
+    for (int i = team->threads - 1; i >= 0; i--)
+        atomic_store_explicit(&team->ranges[i].chunks, DONE, memory_order_release);
+}
+
+/* A chunk of the op: the next of the worker's own range, or the last of another's; -1 if none. */
+static int64_t take_chunk(Team *team, const Worker *me, int64_t number) {
+    int64_t mine = me - team->workers;
+    for (int i = 0; i < team->threads; i++) {
+        _Atomic uint64_t *from = &team->ranges[(mine + i) % team->threads].chunks;
+        uint64_t range = atomic_load(from);
+        while (op_of(range) == number && first_of(range) < end_of(range)) {
+            uint64_t left = i ? range - 1 : range + (1 << CHUNK_BITS);
+            if (atomic_compare_exchange_weak(from, &range, left))
+                return i ? end_of(left) : first_of(range);
+        }
+    }
+    return -1;
 }
 
 /* Run chunks until every op of the list is done. */
 static void take_part(Team *team, Worker *me) {
+    _Atomic uint64_t *mine = &team->ranges[me - team->workers].chunks;
     for (;;) {
-        uint64_t ticket = atomic_fetch_add(&team->ticket, 1);
-        if (ticket >= DONE) return;
-        int64_t number = (int64_t)(ticket >> 52), chunk = (int64_t)(ticket & 0x3ffffff);
-        int64_t chunks = (int64_t)(ticket >> 26 & 0x3ffffff);
-        if (chunk < chunks) {
+        uint64_t range = atomic_load(mine);
+        if (range >= DONE) return;
+        int64_t number = op_of(range), chunk, done = 0;
+        for (; (chunk = take_chunk(team, me, number)) >= 0; done++) {
             const Op *op = team->ops + number;
             kinds[op->kind].run(op, team->step, chunk, me);
-            if (atomic_fetch_add(&team->ended, 1) + 1 == chunks) open_op(team, number + 1);
-            continue;
         }
-        for (int i = 0; (int64_t)(atomic_load(&team->ticket) >> 52) == number; i++)
+        if (done) {
+            int64_t chunks = team->chunks; /* before these count: then the next op may open */
+            if (atomic_fetch_add(&team->ended, done) + done == chunks) {
+                open_op(team, number + 1, me);
+                continue;
+            }
+        }
+        for (int i = 0;; i++) {
+            range = atomic_load(mine);
+            if (op_of(range) != number || first_of(range) < end_of(range)) break;
             if (i < PATIENCE) pause_briefly();
             else sched_yield();
+        }
     }
 }
 
-static int has_work(Team *team) { return atomic_load(&team->ticket) < DONE; }
+static int has_work(Team *team, const Worker *me) {
+    return atomic_load(&team->ranges[me - team->workers].chunks) < DONE;
+}
 
 static int64_t now_ns(void) {
     struct timespec t;
@@ -122,12 +170,12 @@ static void *serve(void *argument) {
     while (!atomic_load(&team->is_closing)) {
         take_part(team, me);
         int64_t until = now_ns() + AWAKE_NS;
-        while (!has_work(team) && now_ns() < until)
+        while (!has_work(team, me) && now_ns() < until)
             for (int i = 0; i < 32; i++) pause_briefly();
-        if (has_work(team)) continue;
+        if (has_work(team, me)) continue;
         pthread_mutex_lock(&team->lock);
         atomic_fetch_add(&team->asleep, 1);
-        while (!has_work(team) && !atomic_load(&team->is_closing))
+        while (!has_work(team, me) && !atomic_load(&team->is_closing))
             pthread_cond_wait(&team->wake, &team->lock);
         atomic_fetch_sub(&team->asleep, 1);
         pthread_mutex_unlock(&team->lock);
@@ -157,7 +205,7 @@ Team *team_open(int threads) {
     memset(team, 0, sizeof(Team));
     pthread_mutex_init(&team->lock, 0);
     pthread_cond_init(&team->wake, 0);
-    atomic_store(&team->ticket, DONE);
+    for (int i = 0; i < THREADS_MAX; i++) atomic_init(&team->ranges[i].chunks, DONE);
     for (int i = 0; i < min_int(threads, THREADS_MAX); i++) {
         Worker *worker = &team->workers[i];
         *worker = (Worker){team, threads, 0};
@@ -179,7 +227,8 @@ void team_run(Team *team, const Op *ops, int64_t num_ops, const Step *step) {
     team->ops = ops;
     team->num_ops = num_ops;
     team->step = step;
-    open_op(team, 0);
+    open_op(team, 0, &team->workers[0]);
+    atomic_thread_fence(memory_order_seq_cst);
     if (team->threads > 1 && atomic_load(&team->asleep)) wake_all(team);
     take_part(team, &team->workers[0]);
 }

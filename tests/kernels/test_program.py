@@ -14,6 +14,7 @@ from streamer.kernels.cpu.program import Count, Program, team
 from tests.kernels.oracle import Case
 
 WIDTH, ROWS = 48, 40
+MANY = 5_000
 
 
 def layers(count: int) -> list[tuple[ops.Linear, ops.Linear, torch.Tensor]]:
@@ -81,6 +82,22 @@ def test_threads_that_sleep_are_woken() -> None:
     for pause_s in (0.0, 0.001, 0.02) * 60:
         time.sleep(pause_s / 10)
         assert torch.equal(program.run((ROWS, 0, 0)), first)
+    team.set_threads(1)
+
+
+def test_many_runs_end_with_more_threads_than_cores() -> None:
+    """Threads that are descheduled anywhere between two chunks leave nothing undone."""
+    team.set_threads(5)
+    program, _, _ = record(3)
+
+    def work() -> None:
+        for i in range(MANY):
+            program.run((1 + i * 7 % ROWS, 0, 0))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
     team.set_threads(1)
 
 
