@@ -90,6 +90,7 @@ class TokenStream:
     # An instance with more than 30 attributes and no slots has a dict of its own: a step of 4,096
     # streams took 10 ms to distribute then, not 5 (EPYC Zen 5, Python 3.11, 2026-11-23).
     __slots__ = (
+        "__weakref__",
         "_choices",
         "_context_bytes",
         "_ended",
