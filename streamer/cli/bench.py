@@ -33,6 +33,7 @@ BENCHES = {
     "offline": Command(
         "streamer.loadtest.inside.offline.command", "throughput, latency and swap, without a server"
     ),
+    "journal": Command("streamer.loadtest.inside.journal", "a journal beside none, in pairs"),
     "speculation": Command(
         "streamer.loadtest.inside.speculation.command",
         "speculation beside none: edits, text without repeats, a draft model",

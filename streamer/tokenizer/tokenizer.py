@@ -23,6 +23,7 @@ from streamer.errors import (
     RequestFailed,
 )
 from streamer.tokenizer.chat import ChatTemplate, EarlierTurn
+from streamer.tokenizer.growth import require_bounded
 from streamer.tokenizer.response_template import load_template
 from streamer.tokenizer.special import Disguise, SpecialText
 from streamer.tokenizer.text import TextStream
@@ -45,6 +46,8 @@ class Tokenizer:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> None:
+        parts = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+        require_bounded({part: _described(getattr(backend, part)) for part in parts})
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend

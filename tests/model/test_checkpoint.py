@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 from collections.abc import Callable
@@ -73,6 +74,28 @@ def write_header(file: Path, header: bytes, length: int | None = None) -> None:
     file.write_bytes(struct.pack("<Q", len(header) if length is None else length) + header)
 
 
+def link_to(target: str) -> Callable[[Path], object]:
+    """The first shard as a link; "": to itself."""
+
+    def damage(folder: Path) -> None:
+        file = shards(folder)[0]
+        file.unlink()
+        file.symlink_to(target or file.name)
+
+    return damage
+
+
+def special(name: str) -> Callable[[Path], object]:
+    """A named pipe in the place of a file, or of the first shard: reading it would not end."""
+
+    def damage(folder: Path) -> None:
+        file = folder / name if name else shards(folder)[0]
+        file.unlink()
+        os.mkfifo(file)
+
+    return damage
+
+
 BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
     ("gone", lambda f: shutil.rmtree(f), "does not exist"),
     (
@@ -105,6 +128,13 @@ BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
     ("bytes from before the file", lambda f: edit_header(f, data_offsets=[-9, 256]), "is in bytes"),
     ("no bytes", lambda f: edit_header(f, data_offsets=[256, 0]), "is in bytes"),
     ("no dtype", lambda f: write_header(shards(f)[0], b'{"a": {}}'), "broken header"),
+    ("a link to nothing", link_to("gone"), "lacks 1 of . weight files"),
+    ("a link to itself", link_to(""), "lacks 1 of . weight files"),
+    ("a link to a folder", link_to(".."), "lacks 1 of . weight files"),
+    ("a link to a device", link_to("/dev/zero"), "lacks 1 of . weight files"),
+    ("a pipe", special(""), "lacks 1 of . weight files"),
+    ("a pipe as config", special("config.json"), "no config.json"),
+    ("a pipe as index", special("model.safetensors.index.json"), "has neither"),
     (
         "empty index",
         lambda f: (f / "model.safetensors.index.json").write_text("{}"),
@@ -120,6 +150,19 @@ def test_refusals(folder: Path, name: str, damage: Callable[[Path], object], say
     damage(folder)
     with pytest.raises(ModelNotSupported, match=says):
         open_checkpoint(folder)
+
+
+def test_links_to_files_are_followed_as_in_the_hubs_cache(folder: Path, tmp_path: Path) -> None:
+    """Its snapshots are links to ../../blobs; only what an index names must lie in the folder."""
+    whole = open_checkpoint(folder)
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    for i, file in enumerate(sorted(f for f in folder.iterdir() if f.is_file())):
+        file.rename(blobs / f"{i}")
+        file.symlink_to(f"../blobs/{i}")
+    linked = open_checkpoint(folder)
+    assert linked.tensors == whole.tensors
+    assert linked.config == whole.config
 
 
 def test_headers(folder: Path) -> None:
