@@ -61,7 +61,7 @@ def _room(rooms: str = "", packages: str = "", **more: str | frozenset[str]) -> 
 
 # Rooms that wire others together import them inside functions; the pure core's values are free.
 # No room imports these five at module level.
-LAZY = frozenset(["build", "inside", "cli", "demo", "cluster"])
+LAZY = frozenset(["build", "inside", "cli", "demo", "replicas"])
 ROOMS = {
     "errors": _room(),
     "config": _room(),
@@ -86,7 +86,13 @@ ROOMS = {
     "loadtest": _room("", "*"),
     "build": _room("core", "", lazy_rooms=ANY, lazy_packages=ANY),
     "cli": _room("core", "", lazy_rooms=ANY, lazy_packages=ANY),
-    "cluster": _room("core", "", lazy_rooms=ANY, lazy_packages=ANY),
+    "replicas": _room(
+        "core engine tokenizer",
+        "",
+        lazy_rooms=ANY,
+        lazy_packages=ANY,
+        never="torch streamer.model streamer.server",
+    ),
     "fake": _room("core tokenizer", lazy_rooms="engine", lazy_packages="tokenizers"),
     "inside": _room("core loadtest", "*", lazy_rooms=ANY),
     "demo": _room("core", "*", lazy_rooms=ANY),

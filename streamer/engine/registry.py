@@ -280,9 +280,13 @@ class Registry:
             if next_stream is not stream:
                 stream.wake()
 
-    def fail(self, stream: TokenStream, error: StreamerError) -> None:
-        """End a live stream with an error, before the scheduler ends its request."""
-        self._leaving[stream.request_id] = stream.finishes.count(None)
+    def fail(self, stream: TokenStream, error: StreamerError, *, has_ended: bool = False) -> None:
+        """End a live stream with an error, before the scheduler ends its request.
+
+        has_ended  it has no request in a scheduler any more: no finishes are to come
+        """
+        if not has_ended:
+            self._leaving[stream.request_id] = stream.finishes.count(None)
         stream.fail(error)
         self._retire(stream, FinishReason.FAILED)
 

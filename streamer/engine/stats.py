@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -67,6 +69,21 @@ class RecentMax:
         """The maximum; 0 without a value."""
         first = int(now) - self._window_s
         return max((value for second, value in self._seconds if second >= first), default=0.0)
+
+
+def total(counts: Iterable[StepStats]) -> StepStats:
+    """The sums of several schedulers' counts."""
+    found = list(counts)
+    if len(found) == 1:
+        return found[0]
+    sums: dict[str, Any] = {}
+    for name in StepStats.__struct_fields__:
+        values = [getattr(each, name) for each in found]
+        if name in ("proposed_at", "accepted_at"):
+            sums[name] = tuple(map(sum, zip_longest(*values, fillvalue=0)))
+        else:
+            sums[name] = sum(values)
+    return StepStats(**sums)
 
 
 class PhaseTallies:

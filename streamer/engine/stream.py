@@ -15,12 +15,11 @@ from contextlib import aclosing
 from msgspec.structs import replace
 
 from streamer.constraints.reasoning import Place
-from streamer.core.plan import Finish, FinishReason, Notice, NoticeKind, TokenLogprob
+from streamer.core.plan import Drawn, Finish, FinishReason, Notice, NoticeKind, TokenLogprob
 from streamer.engine.flow import Control, Flow, Limits
 from streamer.engine.log import PROMPT_TOKEN_BYTES, ChoiceLog, Delta, bytes_of, bytes_of_params
-from streamer.engine.progress import Progress, Timing
 from streamer.engine.refusals import fresh_copy
-from streamer.engine.requests import GenerateRequest
+from streamer.engine.requests import GenerateRequest, Progress, Timing
 from streamer.errors import InvalidRequest, ReaderTooSlow, StreamerError
 from streamer.tokenizer.text import TextStream
 
@@ -81,6 +80,7 @@ class TokenStream:
                    output token
     error          what ended the stream without finishes: the engine's death
     context        GenerateRequest.context, unchanged
+    request        as it was accepted, without its progress and prediction
     is_kept        it is retained after its end
     is_durable, is_stored  as in GenerateRequest
     cut_off_by     why it is cancelled, the `detail` of its finishes then: SHUTDOWN, STEERED
@@ -150,6 +150,9 @@ class TokenStream:
         self.prompt_logprobs: list[TokenLogprob] = []
         self.error: StreamerError | None = None
         self.context = request.context
+        self.request = request
+        if request.progress is not None or request.prediction:
+            self.request = replace(request, progress=None, prediction=())
         self.is_kept = True
         self.is_durable, self.is_stored = request.is_durable, request.is_stored
         self.cut_off_by: str | None = None
@@ -281,6 +284,22 @@ class TokenStream:
         """The request's times so far."""
         marks = (self._submitted, self._started, self._first, self._last, self._ended)
         return Timing.of(*marks, num_tokens=self._head)
+
+    @property
+    def progress(self) -> Progress:
+        """What another engine needs to go on from here: a pass over all tokens."""
+        outputs = tuple(
+            Drawn(tuple(log.tokens), log.logprobs_from(0) or (), finish)
+            for log, finish in zip(self._choices, self.finishes, strict=True)
+        )
+        return Progress(
+            outputs=outputs,
+            created=self.created,
+            prompt_logprobs=tuple(self.prompt_logprobs),
+            timing=self.timing,
+            cached_tokens=self.cached_tokens,
+            shared_tokens=self.shared_tokens,
+        )
 
     def text(self, choice: int = 0) -> str:
         """The text of a choice so far."""

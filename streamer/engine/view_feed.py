@@ -77,7 +77,7 @@ class ViewFeed:
         finally:
             self._followers -= Counter({owner: 1})
             if not self._followers:
-                self._send(ViewQuery())  # record no more
+                self.send(ViewQuery())  # record no more
 
     def on_view(self, view: SchedulerView) -> None:
         """The GPU thread's answer to the oldest query."""
@@ -95,7 +95,8 @@ class ViewFeed:
                 future.exception()  # marked as seen, in case no caller waits any more
         self._waiting.clear()
 
-    def _send(self, query: ViewQuery) -> asyncio.Future[SchedulerView]:
+    def send(self, query: ViewQuery) -> asyncio.Future[SchedulerView]:
+        """Send one query of the caller's own; its answer has no part of any owner removed."""
         self._send_query(query)
         future: asyncio.Future[SchedulerView] = asyncio.get_running_loop().create_future()
         self._unanswered.append(future)
@@ -118,7 +119,7 @@ class ViewFeed:
         self, waiting: dict[bytes, asyncio.Future[SchedulerView]], query: ViewQuery
     ) -> None:
         try:
-            view = await self._send(query)
+            view = await self.send(query)
         except StreamerError as e:
             for future in waiting.values():
                 future.set_exception(e)

@@ -48,7 +48,7 @@ from streamer.server.transport.sse import respond
 from streamer.server.watching import SnapshotStream, engine_body, owner_of, wants_stream
 
 if TYPE_CHECKING:
-    from streamer.engine.engine import AsyncEngine
+    from streamer.engine.base import Engine
     from streamer.engine.stream import TokenStream
 
 log = logging.getLogger(__name__)
@@ -312,7 +312,7 @@ def _allowed(request: Request) -> str:
     return ", ".join(sorted({m for r in routes if r.path == path for m in r.methods or ()}))
 
 
-def build_app(engine: AsyncEngine, config: Config) -> ASGIApp:
+def build_app(engine: Engine, config: Config) -> ASGIApp:
     """The whole ASGI application over an engine (loading or loaded)."""
     return build_service_app(Service(engine, config))
 

@@ -35,7 +35,7 @@ from streamer.server.transport.http import MAX_CONNECTIONS, limited
 from streamer.server.transport.websocket import StreamingWebSocket
 
 if TYPE_CHECKING:
-    from streamer.engine.engine import AsyncEngine
+    from streamer.engine.base import Engine
     from streamer.server.telemetry.records import Tracer
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class Server(uvicorn.Server):
 
 
 async def serve(
-    engine: AsyncEngine,
+    engine: Engine,
     config: Config,
     *,
     on_ready: Callable[[str], None] | None = None,
@@ -196,7 +196,7 @@ async def _close_tracer(tracer: Tracer) -> None:
 
 
 async def _start(
-    engine: AsyncEngine, server: Server, on_ready: Callable[[str], None] | None, url: str
+    engine: Engine, server: Server, on_ready: Callable[[str], None] | None, url: str
 ) -> None:
     began = time.perf_counter()
     try:

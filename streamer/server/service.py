@@ -26,7 +26,7 @@ from streamer.config import Config
 from streamer.constraints.lark import Marks
 from streamer.core.plan import Reasoning
 from streamer.engine.prompts import LONG
-from streamer.engine.refusals import draining, loading
+from streamer.engine.refusals import draining
 from streamer.engine.requests import GenerateRequest, QueueNeeds, check_ids
 from streamer.errors import ContextLengthExceeded, EngineDead, InvalidRequest
 from streamer.server.admission import Admission, deadline_of, tenant_of
@@ -45,7 +45,7 @@ from streamer.server.transport.pace import LARGE, Pace
 
 if TYPE_CHECKING:
     from streamer.core.sampling import SamplingParams
-    from streamer.engine.engine import AsyncEngine
+    from streamer.engine.base import Engine
     from streamer.engine.stream import TokenStream
     from streamer.server.context import Context
     from streamer.server.telemetry.records import Tracer
@@ -62,7 +62,7 @@ MAX_LOGGED_PROMPT = 4096  # tokens, with --log-prompts: decoding them holds the 
 class Service:
     """The engine as the handlers see it."""
 
-    def __init__(self, engine: AsyncEngine, config: Config, tracer: Tracer | None = None) -> None:
+    def __init__(self, engine: Engine, config: Config, tracer: Tracer | None = None) -> None:
         self.engine = engine
         self.config = config
         self.metrics = Metrics(engine)
@@ -93,7 +93,7 @@ class Service:
         if engine.is_draining:
             raise draining()
         if not engine.is_ready:
-            raise loading()
+            raise engine.unavailable()
 
     def admit(self, scope: Scope, *, is_for_later: bool = False) -> str:
         """Admit one more request of this caller, or raise why not; returns its tenant.
@@ -126,8 +126,7 @@ class Service:
     @property
     def epoch(self) -> str:
         """The name of what is remembered: as old as the journal or, without one, as the process."""
-        journal = self.engine.journal
-        return self._epoch if journal is None else journal.epoch
+        return self.engine.epoch or self._epoch
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
@@ -437,14 +436,12 @@ class Service:
         return stream
 
     async def recorded(self, stream: TokenStream | None = None) -> None:
-        """Wait until the journal has what was done: before a client may rely on it.
+        """Wait until what was done may be relied on: before a client is told.
 
-        stream  has no reader yet: if this is cancelled, none will come
+        stream  was just submitted and has no reader yet: if this is cancelled, none will come
         """
-        if self.engine.journal is None or (stream is not None and not stream.is_durable):
-            return
         try:
-            await self.engine.journal.recorded()
+            await self.engine.recorded(stream)
         except BaseException:
             if stream is not None:
                 stream.miss()

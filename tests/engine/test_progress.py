@@ -12,7 +12,7 @@ from streamer.core.plan import Drawn, Finish, FinishReason, TokenLogprob
 from streamer.core.sampling import SamplingParams
 from streamer.engine.engine import GenerateRequest
 from streamer.engine.flow import Limits
-from streamer.engine.progress import Progress, Timing
+from streamer.engine.requests import Progress, Timing
 from streamer.engine.stream import TokenStream
 from streamer.errors import InvalidRequest, Overloaded
 from tests.engine.helpers import (

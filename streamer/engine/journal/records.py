@@ -13,9 +13,8 @@ from zlib import crc32
 
 import msgspec
 
-from streamer.core.plan import Finish, Notice, TokenLogprob
-from streamer.engine.progress import Timing
-from streamer.engine.requests import GenerateRequest
+from streamer.core.plan import Finish, Notice, NoticeKind, TokenLogprob
+from streamer.engine.requests import GenerateRequest, Progress, Timing
 
 CHECK_BYTES: Final = 4
 _encoder = msgspec.msgpack.Encoder()
@@ -126,6 +125,22 @@ class Tail:
         if logprob is not None:
             self.logprobs[choice][index] = logprob
         return index
+
+    def take(self, request_id: str, progress: Progress) -> None:
+        """All that was drawn elsewhere."""
+        for choice, drawn in enumerate(progress.outputs):
+            for index, token in enumerate(drawn.tokens):
+                logprobs = drawn.logprobs
+                self.push(choice, token, logprobs[index] if index < len(logprobs) else None)
+            if drawn.finish is not None:
+                self.finishes[choice] = drawn.finish
+        self.prompt_logprobs += progress.prompt_logprobs
+        self.began = Notice(
+            request_id,
+            NoticeKind.RUNNING,
+            cached_tokens=progress.cached_tokens,
+            shared_tokens=progress.shared_tokens,
+        )
 
     def part(self, ended: Ended | None = None) -> Part:
         """All of it as a Part."""

@@ -18,8 +18,7 @@ from msgspec.structs import replace
 from streamer.config import Config
 from streamer.core.plan import Drawn, Finish, FinishReason, TokenLogprob
 from streamer.engine.journal.records import Saved
-from streamer.engine.progress import Progress, Timing
-from streamer.engine.requests import GenerateRequest
+from streamer.engine.requests import GenerateRequest, Progress, Timing
 from streamer.engine.stream import Delta
 from streamer.errors import StreamerError
 

@@ -100,8 +100,12 @@ class Journal:
 
     # ------------------------------------------------------------ on the loop
 
+    def has(self, request_id: str) -> bool:
+        """Whether it has this request, live or kept."""
+        return request_id in self._known
+
     def accept(self, request: GenerateRequest, created: float) -> None:
-        """A request was taken."""
+        """A request was taken, perhaps with what it drew in another engine."""
         if self.failure is None:
             self._known.add(request.request_id)
             self._put(partial(self._accept, request, created))
@@ -256,8 +260,13 @@ class Journal:
         if request.request_id in self._forgotten:  # an earlier one's tokens are not its own
             self._flush()
             self._move()
-        self._store.add_request(Accepted(replace(request, context=None), context, created))
-        self._live[request.request_id] = Tail(request.params.n)
+        bare = replace(request, context=None, progress=None)
+        self._store.add_request(Accepted(bare, context, created))
+        tail = self._live[request.request_id] = Tail(request.params.n)
+        if request.progress is not None and request.progress.has_begun:
+            tail.take(request.request_id, request.progress)
+            self._store.add_part(request.request_id, tail.part())
+            tail.go_on()
 
     def _restore(self, request_id: str, starts: list[int], tries: int) -> None:
         tail = self._live[request_id] = Tail(len(starts))

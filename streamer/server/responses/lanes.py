@@ -179,7 +179,7 @@ class Lanes:
         else:
             self._spawn(self._run_beside(pending))
 
-    def cancel(self, response_id: str | None) -> None:
+    async def cancel(self, response_id: str | None) -> None:
         """response.cancel: idempotent; a create waiting for its lane is removed from the queue."""
         if response_id is None:
             raise InvalidRequest("response.cancel requires a response_id", param="response_id")
@@ -193,7 +193,7 @@ class Lanes:
                     self._queued_bytes -= pending.prepared.num_bytes
                     self._reply(cancelled(pending))
                     return
-        stream = find(self._service, response_id, self._scope, self._session, "response_id")
+        stream = await find(self._service, response_id, self._scope, self._session, "response_id")
         self._service.cancel([stream])
 
     def acknowledge(self, response_id: str, number: int) -> None:
@@ -329,7 +329,7 @@ class Lanes:
         after = -1 if event.starting_after is None else event.starting_after
         lane = UNSET if event.stream_id is None else event.stream_id
         try:
-            stream = find(self._service, event.response_id, self._scope, self._session)
+            stream = await find(self._service, event.response_id, self._scope, self._session)
         except NotFound:
             self._service.metrics.resumed("gone")
             await self._send(Resumed(event.response_id, after, "gone", lane))

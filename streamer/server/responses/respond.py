@@ -90,30 +90,36 @@ async def turn_of(service: Service, prepared: Prepared[ResponseCreate], response
     body, scope, session = prepared.body, prepared.scope, prepared.reading.session
     parent = None
     if body.previous_response_id is not None:
-        parent = find(service, body.previous_response_id, scope, session, "previous_response_id")
-    items = _items(service, body, scope, session, response_id)
+        parent = await find(
+            service, body.previous_response_id, scope, session, "previous_response_id"
+        )
+    items = await _items(service, body, scope, session, response_id)
     with named(body.names):
         return await make_turn(service, body, items, parent, salt=prepared.salt)
 
 
-def _items(
+async def _items(
     service: Service, body: ResponseCreate, scope: Scope, session: str, response_id: str
 ) -> tuple[TurnItem, ...]:
     """The input as items; a reference is replaced by the item that it names."""
     base = item_id(response_id)
     return tuple(
-        _referenced(service, item.id or "", scope, session, f"input[{i}].id")
-        if item.is_reference
-        else item.turn_item(f"{base}_{i}", tenant_of(scope), f"input[{i}]")
-        for i, item in enumerate(body.items())
+        [
+            await _referenced(service, item.id or "", scope, session, f"input[{i}].id")
+            if item.is_reference
+            else item.turn_item(f"{base}_{i}", tenant_of(scope), f"input[{i}]")
+            for i, item in enumerate(body.items())
+        ]
     )
 
 
-def _referenced(service: Service, name: str, scope: Scope, session: str, param: str) -> TurnItem:
+async def _referenced(
+    service: Service, name: str, scope: Scope, session: str, param: str
+) -> TurnItem:
     """An item of a response that `find` returns: its answer, or an item of its input."""
     made_by = "resp_" + name.partition("_")[2].partition("_")[0]
     try:
-        stream = find(service, made_by, scope, session)
+        stream = await find(service, made_by, scope, session)
     except NotFound:
         stream = None
     if stream is not None:
@@ -125,14 +131,14 @@ def _referenced(service: Service, name: str, scope: Scope, session: str, param: 
     raise NotFound(f"there is no item {clip(name)!r} here", param=param)
 
 
-def find(
+async def find(
     service: Service, response_id: str, scope: Scope, session: str = "", param: str | None = None
 ) -> TokenStream:
     """A response that is live, or finished and stored, or was made on this socket.
 
     Raises NotFound for any other, another key's included; `param` is the field with the id.
     """
-    stream = _look_up(service, response_id, scope, "response")
+    stream = await _look_up(service, response_id, scope, "response")
     if stream is not None:
         context = context_of(stream)
         is_mine = bool(session) and context.session == session
@@ -145,18 +151,20 @@ def find(
     )
 
 
-def find_chat(service: Service, request_id: str, scope: Scope) -> TokenStream:
+async def find_chat(service: Service, request_id: str, scope: Scope) -> TokenStream:
     """The stream of a chat completion, live or retained; NotFound as in `find`."""
-    stream = _look_up(service, request_id, scope, "chat")
+    stream = await _look_up(service, request_id, scope, "chat")
     if stream is None:
         raise NotFound(f"there is no chat completion {clip(request_id)!r} here")
     return stream
 
 
-def _look_up(service: Service, request_id: str, scope: Scope, kind: str) -> TokenStream | None:
+async def _look_up(
+    service: Service, request_id: str, scope: Scope, kind: str
+) -> TokenStream | None:
     if not service.engine.is_ready and not service.engine.is_dead:
         service.require_ready()
-    stream = service.engine.get(request_id)
+    stream = await service.engine.find(request_id)
     context = None if stream is None else stream.context
     if stream is None or not isinstance(context, Context) or not stream.is_kept:
         return None

@@ -144,7 +144,7 @@ class ResponseRoutes:
     async def retrieve(self, request: Request) -> ASGIApp:
         """GET /v1/responses/{id}: the object, or with stream=true the events after a number."""
         _check_query(request)
-        stream = self._find(request)
+        stream = await self._find(request)
         if not _is_streamed(request):
             return await self._whole(request, stream)
         self._service.metrics.resumed("finished" if stream.is_finished else "live")
@@ -165,7 +165,7 @@ class ResponseRoutes:
         A response that ended by itself is refused, unless it ran in the background, where its
         client could not know of the end.
         """
-        stream = self._find(request)
+        stream = await self._find(request)
         reasons = {f.reason for f in stream.finishes if f is not None}
         is_late = stream.is_finished and FinishReason.CANCELLED not in reasons
         if is_late and not context_of(stream).is_background:
@@ -184,20 +184,20 @@ class ResponseRoutes:
 
     async def delete(self, request: Request) -> ASGIApp:
         """DELETE /v1/responses/{id}: a live one is cancelled first."""
-        stream = self._find(request)
+        stream = await self._find(request)
         self._service.engine.forget(stream.request_id)
         await self._service.recorded()
         return _json(encode(Deleted(stream.request_id)), stream)
 
     async def input_items(self, request: Request) -> ASGIApp:
         """GET /v1/responses/{id}/input_items: the conversation it answers, in pages."""
-        stream = self._find(request)
+        stream = await self._find(request)
         items = [_item(i) for i in context_of(stream).items]
         return _json(encode(_page(items, request)), stream)
 
     async def resume_chat(self, request: Request) -> ASGIApp:
         """GET /v1/chat/completions/{id}?stream=true: the chunks after a number."""
-        stream = find_chat(self._service, request.path_params["id"], request.scope)
+        stream = await find_chat(self._service, request.path_params["id"], request.scope)
         if not _is_streamed(request):
             raise InvalidRequest(
                 "chat completions are not stored; with stream=true this route resumes one",
@@ -227,8 +227,8 @@ class ResponseRoutes:
         body = await self._service.built(lambda: encode(events.response()), size, request.scope)
         return _json(body, stream)
 
-    def _find(self, request: Request) -> TokenStream:
-        return find(self._service, request.path_params["id"], request.scope)
+    async def _find(self, request: Request) -> TokenStream:
+        return await find(self._service, request.path_params["id"], request.scope)
 
     def _events(self, stream: TokenStream, after: int = -1) -> ResponseEvents:
         return response_events(stream, self._service.token_text, after=after)

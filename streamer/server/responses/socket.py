@@ -175,7 +175,7 @@ class Session:
                 self._refuse_undecoded(e, data)
             else:
                 try:
-                    self._handle(event, len(data))
+                    await self._handle(event, len(data))
                 except StreamerError as e:
                     self._refuse(e, event.stream_id)
                 except Exception:  # a bug of ours costs one event, not the whole socket
@@ -217,13 +217,13 @@ class Session:
                 refusal = e
         self._refuse(refusal, head.stream_id)
 
-    def _handle(self, event: ClientEvent, num_bytes: int) -> None:
+    async def _handle(self, event: ClientEvent, num_bytes: int) -> None:
         lanes = self._lanes
         match event:
             case Create():
                 lanes.create(event, num_bytes, self._settings)
             case Cancel():
-                lanes.cancel(event.response_id)
+                await lanes.cancel(event.response_id)
             case SteerEvent():
                 lanes.steer(event, num_bytes, self._decode)
             case Resume():

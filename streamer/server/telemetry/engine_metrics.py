@@ -21,7 +21,7 @@ from streamer.engine.stats import Tally
 
 if TYPE_CHECKING:
     from streamer.core.plan import StepStats
-    from streamer.engine.engine import AsyncEngine
+    from streamer.engine.base import Engine
 
 STATES = ("waiting", "running", "paused", "preempted", "swapped")
 COUNTERS = {
@@ -37,56 +37,75 @@ COUNTERS = {
 class EngineCollector(Collector):
     """Reads the engine's latest counts at every scrape."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterable[Metric]:
-        """Gauges and counters of the scheduler, its pools and its steps."""
-        engine, stats = self._engine, self._engine.stats
-        states: dict[tuple[str, ...], float] = {(s,): getattr(stats, s) for s in STATES}
-        yield _gauge("streamer_requests", "Requests in the engine by state.", ["state"], states)
-        yield _gauge(
-            "streamer_blocks",
-            "KV blocks by pool and state; cached ones are free and still hold a prefix.",
-            ["pool", "state"],
-            _blocks(stats),
-        )
-        for name, text in COUNTERS.items():
-            value = getattr(stats, name)
-            yield CounterMetricFamily(f"streamer_{name}", text, value=value)
-        yield _counter(
-            "streamer_preemptions",
-            "Requests that gave their blocks up, by how they come back.",
-            "kind",
-            {"swap": stats.preemptions_swap, "recompute": stats.preemptions_recompute},
-        )
+        """Gauges and counters of each scheduler, its pools and its steps."""
+        engine = self._engine
         block_bytes = engine.info.block_bytes if engine.is_ready else 0
-        yield _counter(
-            "streamer_swap_bytes",
-            "Bytes copied to the host pool (out) and back (in).",
-            "direction",
-            {
-                "out": stats.swapped_out_blocks * block_bytes,
-                "in": stats.swapped_in_blocks * block_bytes,
-            },
-        )
-        yield CounterMetricFamily(
-            "streamer_swap_seconds", "Seconds of swap copies, both ways.", value=stats.swap_s
-        )
+        yield from _by_replica({n: _counts(s, block_bytes) for n, s in engine.counts.items()})
         if engine.journal is not None:
             up: dict[tuple[str, ...], float] = {(): float(engine.journal.failure is None)}
             yield _gauge("streamer_journal_up", "1 until the journal has failed.", [], up)
-        yield from _speculation(stats)
-        yield histogram(
-            "streamer_step_phase_seconds",
-            "Seconds of each step by phase.",
-            engine.phases.by_phase,
-            label="phase",
-        )
+        if engine.phases is not None:
+            yield histogram(
+                "streamer_step_phase_seconds",
+                "Seconds of each step by phase.",
+                engine.phases.by_phase,
+                label="phase",
+            )
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: at registration the engine may not have started, and has no counts."""
         return []
+
+
+def _by_replica(found: Mapping[str, Iterable[Metric]]) -> Iterable[Metric]:
+    """One family of each name, its samples labelled by replica where those have names."""
+    families: dict[str, Metric] = {}
+    for replica, metrics in found.items():
+        for metric in metrics:
+            family = families.setdefault(metric.name, metric)
+            samples = metric.samples
+            if replica:
+                samples = [s._replace(labels=s.labels | {"replica": replica}) for s in samples]
+            family.samples = samples if family is metric else family.samples + samples
+    return families.values()
+
+
+def _counts(stats: StepStats, block_bytes: int) -> Iterable[Metric]:
+    """What one scheduler counts."""
+    states: dict[tuple[str, ...], float] = {(s,): getattr(stats, s) for s in STATES}
+    yield _gauge("streamer_requests", "Requests in the engine by state.", ["state"], states)
+    yield _gauge(
+        "streamer_blocks",
+        "KV blocks by pool and state; cached ones are free and still hold a prefix.",
+        ["pool", "state"],
+        _blocks(stats),
+    )
+    for name, text in COUNTERS.items():
+        value = getattr(stats, name)
+        yield CounterMetricFamily(f"streamer_{name}", text, value=value)
+    yield _counter(
+        "streamer_preemptions",
+        "Requests that gave their blocks up, by how they come back.",
+        "kind",
+        {"swap": stats.preemptions_swap, "recompute": stats.preemptions_recompute},
+    )
+    yield _counter(
+        "streamer_swap_bytes",
+        "Bytes copied to the host pool (out) and back (in).",
+        "direction",
+        {
+            "out": stats.swapped_out_blocks * block_bytes,
+            "in": stats.swapped_in_blocks * block_bytes,
+        },
+    )
+    yield CounterMetricFamily(
+        "streamer_swap_seconds", "Seconds of swap copies, both ways.", value=stats.swap_s
+    )
+    yield from _speculation(stats)
 
 
 def _speculation(stats: StepStats) -> Iterable[Metric]:

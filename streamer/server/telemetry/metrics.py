@@ -19,7 +19,7 @@ from streamer.server.telemetry.engine_metrics import EngineCollector, histogram
 from streamer.server.telemetry.refusals import Refusals
 
 if TYPE_CHECKING:
-    from streamer.engine.engine import AsyncEngine
+    from streamer.engine.base import Engine
     from streamer.engine.stream import Delta, TokenStream
     from streamer.errors import StreamerError
 
@@ -37,7 +37,7 @@ class Metrics:
     loop_late_s  seconds by which the event loop was late for a timer
     """
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
         self.live: set[TokenStream] = set()
         self.gap_s = Tally(GAP_S)

@@ -1,0 +1,1 @@
+"""Replicas: processes that each have a whole engine, and the ingress that spreads requests."""

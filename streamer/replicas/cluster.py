@@ -1,0 +1,597 @@
+"""Cluster: an engine whose model runs in replicas, which other processes are.
+
+Has the streams of an ingress as any engine has them, and decides where each request runs. One whose
+replica is lost goes on in another from the tokens that are here, the same. Knows nothing that other
+ingresses must know: what they submitted is found by asking the replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, Final
+
+from msgspec.structs import replace
+
+from streamer.config import Config
+from streamer.core.blocks import BlockHasher
+from streamer.core.plan import Add, Finish, FinishReason, StepOutput, StepStats
+from streamer.core.sizes import ModelInfo
+from streamer.core.view import ViewQuery
+from streamer.engine.base import Engine, within
+from streamer.engine.core import Tokenizer
+from streamer.engine.refusals import (
+    CLOSE_S,
+    SHUTDOWN,
+    cut_off,
+    ended_error,
+    fresh_copy,
+    restarting,
+)
+from streamer.engine.requests import GenerateRequest, QueueNeeds, limits_of, with_end
+from streamer.engine.stats import total
+from streamer.engine.stream import TokenStream
+from streamer.errors import ConfigError, EngineDead, Overloaded, StreamerError
+from streamer.replicas import messages
+from streamer.replicas.link import CHECK_S, Link, Placed
+from streamer.replicas.messages import Member
+from streamer.replicas.routing import choose
+
+POLL_S: Final = 1.0
+FIND_S: Final = 3.0
+SETTLE_S: Final = 10.0
+CANCEL_S: Final = 2.0
+# A request waits for so long where no replica is left to run it.
+ORPHAN_S: Final = 60.0
+ATTACH_S: Final = 5.0  # that a stream which was found waits for its reader at least
+NO_REPLICA_RETRY_S: Final = 2.0
+
+Directory = Callable[[], Awaitable[Sequence[Member]]]
+log = logging.getLogger(__name__)
+
+
+class _Readers:
+    """What a stream's readers do here (engine/flow.py): the replica may have others elsewhere."""
+
+    def __init__(self) -> None:
+        self.cluster: Cluster
+
+    def cancel(self, request_id: str) -> None:
+        """They are gone for good."""
+        self.cluster.leave(request_id)
+
+    def hold(self, request_id: str, is_held: bool) -> None:
+        """They lag, or do so no longer."""
+        self.cluster.hold(request_id, is_held)
+
+
+class _Search:
+    """Replicas that are asked for a request."""
+
+    def __init__(self, asked: set[str]) -> None:
+        self.asked = asked
+        self.found: asyncio.Future[TokenStream | None] = asyncio.get_running_loop().create_future()
+
+
+class Cluster(Engine):
+    """The replicas of one model.
+
+    directory  returns the replicas that there are; asked once a second. One that it leaves out is
+               not gone for that: only its connection says so
+    secret     which all replicas and ingresses share
+    """
+
+    def __init__(self, config: Config, directory: Directory, secret: bytes) -> None:
+        readers = _Readers()
+        super().__init__(config, readers)
+        readers.cluster = self
+        self._directory = directory
+        self._secret = secret
+        self._links: dict[str, Link] = {}
+        self._placed: dict[str, Placed] = {}
+        self._orphans: dict[str, asyncio.TimerHandle] = {}
+        self._searches: dict[str, _Search] = {}
+        self._queries: deque[ViewQuery] = deque()
+        self._viewed: Link | None = None
+        self._settling: dict[int, set[str]] = {}
+        self._settled = asyncio.Event()
+        self._num_settles = 0
+        self._is_started = asyncio.Event()
+        self._loaded: Tokenizer | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._checked = 0.0
+
+    # ------------------------------------------------------------ life
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a replica takes requests."""
+        return self._state == "ready" and any(link.is_usable for link in self._links.values())
+
+    @property
+    def counts(self) -> Mapping[str, StepStats]:
+        """The latest counts of each replica."""
+        return {link.name: link.stats for link in self._links.values() if link.is_connected}
+
+    @property
+    def stats(self) -> StepStats:
+        """The sums of all replicas' counts."""
+        return total(self.counts.values())
+
+    @property
+    def epoch(self) -> str:
+        """The same at every ingress: any of them finds what another one submitted."""
+        return blake2b(self._secret, digest_size=8, person=b"epoch").hexdigest()
+
+    def unavailable(self) -> StreamerError:
+        """Why no request is taken."""
+        if self._state != "ready":
+            return super().unavailable()
+        return Overloaded(
+            "no replica takes requests now", retry_after_s=NO_REPLICA_RETRY_S, code="no_replica"
+        )
+
+    async def start(self) -> None:
+        """Load the tokenizer, and return when the first replica takes requests."""
+        from streamer.build import loaders
+
+        if self._state == "new":
+            self._state = "loading"
+            self._loaded = await asyncio.to_thread(loaders(self.config)[1])
+            self._tasks = [asyncio.create_task(work) for work in (self._poll(), self._check())]
+        await self._is_started.wait()
+        if self._state != "ready":
+            raise ended_error(self.death)
+
+    async def aclose(self, deadline_s: float = CLOSE_S) -> None:
+        """Leave the replicas: what can be resumed runs on there until its time is up."""
+        for task in self._tasks:
+            task.cancel()
+        if self._state not in ("dead", "closed"):
+            self._close(None)
+        for link in self._links.values():
+            link.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def drain(self, deadline_s: float) -> None:
+        """Take no requests; let live ones finish for `deadline_s`.
+
+        What another ingress can resume ends here with RESTART then, and the rest as in AsyncEngine.
+        """
+        self.is_draining = True
+        if await within(deadline_s, self._streams.wait_idle()):
+            return
+        self._put_off()
+        for stream in self._streams.live():
+            stream.cut_off_by = SHUTDOWN
+            self.cancel(stream.request_id)
+        if not await within(CANCEL_S, self._streams.wait_idle()):
+            self._streams.fail_all(cut_off())
+
+    def _put_off(self) -> None:
+        for stream in self._streams.live():
+            placed = self._placed.get(stream.request_id)
+            if stream.is_durable and placed is not None and placed.link is not None:
+                self._end(placed, restarting())
+
+    def _close(self, cause: BaseException | None) -> None:
+        super()._close(cause)
+        self._is_started.set()
+
+    def _die(self, cause: Exception) -> None:
+        self._close(cause)
+        for link in self._links.values():
+            link.close()
+
+    async def _poll(self) -> None:
+        """Follow the directory."""
+        while True:
+            try:
+                members = await self._directory()
+            except Exception as error:  # whatever stands behind it: it may come back
+                log.warning("the directory of replicas did not answer: %s", error)
+            else:
+                self._see(members)
+            await asyncio.sleep(POLL_S)
+
+    def _see(self, members: Sequence[Member]) -> None:
+        now = asyncio.get_running_loop().time()
+        for member in members:
+            link = self._links.get(member.name)
+            if link is None:
+                link = self._links[member.name] = Link(member, self._secret, self)
+            link.member = member
+            link.check(now)
+        names = {member.name for member in members}
+        for link in list(self._links.values()):
+            if link.name not in names and not link.is_connected:
+                del self._links[link.name]
+                link.close()
+
+    async def _check(self) -> None:
+        """Notice silence, of others and of this process."""
+        loop = asyncio.get_running_loop()
+        before = loop.time()
+        while True:
+            await asyncio.sleep(CHECK_S)
+            now = loop.time()
+            for link in list(self._links.values()):
+                if now - before > 2 * CHECK_S:
+                    link.see(now)
+                link.check(now)
+            before = now
+
+    # ------------------------------------------------------------ requests
+
+    def require_room(self, needs: QueueNeeds) -> None:
+        """See Engine; by what this ingress has submitted: each replica looks at all it has."""
+        num = max(1, sum(link.is_usable for link in self._links.values()))
+        if self._sizes is not None:
+            rows = num * self._sizes.max_num_seqs
+            self._streams.require_room(needs, num * self.config.max_queue, rows)
+
+    def cancel(self, request_id: str) -> None:
+        """See Engine."""
+        placed = self._placed.get(request_id)
+        if placed is None:
+            return
+        if placed.link is not None:
+            placed.link.send(messages.Cancel(request_id, placed.stream.cut_off_by))
+        else:
+            self._end_orphan(placed)
+
+    def leave(self, request_id: str) -> None:
+        """The readers here are gone: it ends, unless it has others elsewhere."""
+        placed = self._placed.get(request_id)
+        if placed is not None and placed.link is not None:
+            placed.link.send(messages.Leave(request_id))
+        elif placed is not None:
+            self._end_orphan(placed)
+
+    def hold(self, request_id: str, is_held: bool) -> None:
+        """See Engine."""
+        self._streams.hold(request_id, is_held)
+        placed = self._placed.get(request_id)
+        if placed is not None and placed.link is not None:
+            placed.link.send(messages.Hold(request_id, is_held))
+
+    def forget(self, request_id: str) -> None:
+        """See Engine: here, in every replica, and at every other ingress."""
+        self._streams.forget(request_id)
+        for link in self._links.values():
+            link.send(messages.Forget(request_id))
+
+    async def recorded(self, stream: TokenStream | None = None) -> None:
+        """Wait until a replica has taken `stream`, or has done all that was asked before."""
+        if stream is not None:
+            placed = self._placed.get(stream.request_id)
+            if placed is not None:
+                await asyncio.shield(placed.taken)
+            elif stream.error is not None:
+                raise fresh_copy(stream.error)
+            return
+        self._num_settles += 1
+        number = self._num_settles
+        self._settling[number] = {each.name for each in self._links.values() if each.is_connected}
+        for link in self._links.values():
+            link.send(messages.Settle(number))
+        try:
+            async with asyncio.timeout(SETTLE_S):
+                while self._settling[number]:
+                    self._settled.clear()
+                    await self._settled.wait()
+        except TimeoutError:
+            log.warning("a replica did not answer within %g s", SETTLE_S)
+        finally:
+            del self._settling[number]
+
+    async def find(self, request_id: str) -> TokenStream | None:
+        """The stream of a request, which any ingress may have submitted."""
+        stream = self.get(request_id)
+        if stream is not None:
+            return stream
+        search = self._searches.get(request_id)
+        if search is None:
+            links = [link for link in self._links.values() if link.is_connected]
+            if not links:
+                return None
+            search = self._searches[request_id] = _Search({link.name for link in links})
+            for link in links:
+                link.send(messages.Attach(request_id))
+        if await within(FIND_S, asyncio.shield(search.found)):
+            return search.found.result()
+        self._searches.pop(request_id, None)
+        return self.get(request_id)
+
+    # ------------------------------------------------------------ where it runs
+
+    def _begin(self, stream: TokenStream, request: GenerateRequest, add: Add) -> None:
+        placed = self._placed[stream.request_id] = Placed(stream, add.block_hashes)
+        self._place(placed, request)
+
+    def _place(self, placed: Placed, request: GenerateRequest | None = None) -> bool:
+        """Send a request to a replica; False: there is none for it.
+
+        request  where it is new; without it goes on from what its stream has
+        """
+        usable = [each for each in self._links.values() if each.is_usable]
+        link = choose([each for each in usable if each.name not in placed.tried], placed.hashes)
+        if link is None:
+            return False
+        stream, context = placed.stream, None
+        if request is None:
+            request, progress = stream.request, stream.progress
+            if request.deadline_s is not None:
+                left_s = request.deadline_s - (time.time() - progress.created)
+                request = replace(request, deadline_s=max(0.0, left_s))
+            request = replace(request, progress=progress)
+        if request.context is not None and self.contexts is not None:
+            context = self.contexts.encode(request.context)
+        placed.link = link
+        link.placed[stream.request_id] = placed
+        link.since += stream.params.num_sequences
+        link.known.add(placed.hashes)
+        link.send(messages.Submit(replace(request, context=None), context))
+        if stream.is_paused:
+            link.send(messages.Hold(stream.request_id, True))
+        return True
+
+    def _move(self, placed: Placed) -> None:
+        """Let a request go on in another replica, as soon as there is one."""
+        request_id = placed.stream.request_id
+        placed.link, placed.is_moved = None, True
+        placed.tried.clear()
+        if not self._place(placed) and request_id not in self._orphans:
+            loop = asyncio.get_running_loop()
+            self._orphans[request_id] = loop.call_later(ORPHAN_S, self._give_up, placed)
+
+    def _give_up(self, placed: Placed) -> None:
+        self._end(placed, self.unavailable())
+
+    def _end_orphan(self, placed: Placed) -> None:
+        """Cancel a request that runs nowhere."""
+        stream = placed.stream
+        finishes = tuple(
+            Finish(stream.request_id, choice, FinishReason.CANCELLED, len(stream.token_ids(choice)))
+            for choice, finish in enumerate(stream.finishes)
+            if finish is None
+        )
+        self._streams.distribute(StepOutput(0, finishes=finishes, stats=self.stats))
+        self._drop(placed)
+
+    def _end(self, placed: Placed, error: StreamerError) -> None:
+        """End a request with an error: nothing more comes of it."""
+        if not placed.taken.done():
+            placed.taken.set_exception(error)
+            placed.taken.exception()  # seen, in case no caller waits for it
+        self._drop(placed)
+        if not placed.stream.is_finished:
+            self._streams.fail(placed.stream, error, has_ended=True)
+
+    def _drop(self, placed: Placed) -> None:
+        """A request is over here."""
+        request_id = placed.stream.request_id
+        self._placed.pop(request_id, None)
+        if placed.link is not None:
+            placed.link.placed.pop(request_id, None)
+        if (timer := self._orphans.pop(request_id, None)) is not None:
+            timer.cancel()
+        if not placed.taken.done():
+            placed.taken.set_result(None)
+
+    # ------------------------------------------------------------ called by links
+
+    def on_welcome(self, link: Link, welcome: messages.Welcome) -> None:
+        """A replica is there, perhaps again."""
+        info = welcome.info
+        if self._loaded is None or welcome.name != link.name:  # or another one at its address
+            link.close()
+            return
+        if self._info is None:
+            info = with_end(info, self._loaded.eos_token_id)
+            self._use(self._loaded, info, BlockHasher(info.block_size, secrets.token_bytes(32)))
+        elif not _is_same(self._info, info):
+            error = ConfigError(f"replica {link.name} serves another model: {info.name}")
+            log.error("%s", error.message)
+            link.close()
+            return
+        link.max_num_seqs = self.config.max_num_seqs
+        taken = [each for each in link.lost if each not in self._orphans]
+        link.lost = []
+        link.send(messages.Begin(taken))
+        link.is_usable = not welcome.is_draining
+        if not link.is_usable:
+            return
+        if self._state == "loading":
+            self._state = "ready"
+            self._is_started.set()
+        for request_id in list(self._orphans):
+            self._orphans.pop(request_id).cancel()
+            self._move(self._placed[request_id])
+        self._ask_again()
+
+    def on_message(self, link: Link, message: Any) -> None:
+        """What a replica says."""
+        match message:
+            case messages.News():
+                self._on_news(link, message)
+            case messages.Answer():
+                self._on_answer(link, message)
+            case messages.Found():
+                self._on_found(link, message)
+            case messages.Left(request_id):
+                if (placed := link.placed.get(request_id)) is not None:
+                    placed.stream.is_kept = False
+                    self._end(placed, restarting())
+            case messages.Settled(number):
+                self._on_settled(link, number)
+            case messages.Seen(view):
+                if link is self._viewed and self._queries:
+                    self._queries.popleft()
+                    self.view_feed.on_view(view)
+            case messages.Draining():
+                self._on_draining(link)
+            case messages.Forget(request_id):
+                self._streams.forget(request_id)
+
+    def on_lost(self, link: Link) -> None:
+        """A replica is gone, or can't be heard: what it ran goes on elsewhere."""
+        if self._state in ("dead", "closed"):
+            return
+        link.known.clear()
+        placed, link.placed = link.placed, {}
+        link.lost = list({**dict.fromkeys(link.lost), **placed})
+        if placed:
+            log.warning("replica %s is lost: %d requests go on elsewhere", link.name, len(placed))
+        for each in placed.values():
+            self._move(each)
+        for number in list(self._settling):
+            self._on_settled(link, number)
+        for request_id in list(self._searches):
+            self._on_found(link, messages.Found(request_id))
+        if link is self._viewed:
+            self._viewed = None
+            self._ask_again()
+
+    # ------------------------------------------------------------ what comes
+
+    def _on_news(self, link: Link, news: messages.News) -> None:
+        output = news.output
+        link.stats, link.since = output.stats, 0
+        if output.request_ids or output.finishes or output.notices or output.prompt_logprobs:
+            self._streams.distribute(output)
+        for finish in output.finishes:
+            placed = link.placed.get(finish.request_id)
+            if placed is not None and placed.stream.is_finished:
+                self._learn(link, placed.stream, placed.hashes)
+                self._drop(placed)
+        for request_id, problem in news.errors.items():
+            if (placed := link.placed.get(request_id)) is not None:
+                self._end(placed, problem.error)
+
+    def _learn(self, link: Link, stream: TokenStream, hashes: tuple[bytes, ...]) -> None:
+        """The replica has the blocks of an answer, with which the next turn's prompt begins."""
+        hasher = self._prompts.hasher
+        if hasher is None or stream.params.n > 1:
+            return
+        size, begin = hasher.block_size, len(hashes) * hasher.block_size
+        tokens = (*stream.prompt[begin:], *stream.token_ids(0))
+        parent = hashes[-1] if hashes else hasher.root(stream.request.cache_salt.encode())
+        found = []
+        for start in range(0, len(tokens) - size, size):  # the last token is never computed
+            parent = hasher.next(parent, tokens[start : start + size])
+            found.append(parent)
+        link.known.add((*hashes, *found))
+
+    def _on_answer(self, link: Link, answer: messages.Answer) -> None:
+        placed = link.placed.get(answer.request_id)
+        if placed is None:
+            return
+        if answer.problem is None:
+            if not placed.taken.done():
+                placed.taken.set_result(None)
+            return
+        error = answer.problem.error
+        del link.placed[answer.request_id]
+        placed.link = None
+        placed.tried.add(link.name)
+        placed.refusals.append(error)
+        can_try = isinstance(error, (Overloaded, EngineDead))
+        if can_try and (self._place(placed, None if placed.is_moved else placed.stream.request)):
+            return
+        if can_try and placed.is_moved:
+            self._move(placed)
+            return
+        placed.stream.is_kept = False
+        self._end(placed, min(placed.refusals, key=_retry_s))
+
+    def _on_found(self, link: Link, found: messages.Found) -> None:
+        search = self._searches.get(found.request_id)
+        if search is None or link.name not in search.asked:
+            return
+        search.asked.discard(link.name)
+        stream = None if found.request is None else self._adopt(link, found, found.request)
+        if stream is not None or not search.asked:
+            del self._searches[found.request_id]
+            search.found.set_result(stream)
+
+    def _adopt(
+        self, link: Link, found: messages.Found, request: GenerateRequest
+    ) -> TokenStream | None:
+        """The stream of a request that another ingress submitted."""
+        if self._sizes is None or self._streams.is_taken(request.request_id):
+            return None
+        context: object = None
+        if found.context is not None and self.contexts is not None:
+            context = self.contexts.decode(found.context)
+        if request.detach_s is not None:
+            request = replace(request, detach_s=max(ATTACH_S, request.detach_s))
+        request = replace(request, context=context)
+        limits = limits_of(request, self.config)
+        stream = TokenStream(request, limits, self._control, self._sizes.token_bytes, self._special)
+        if found.error is not None:
+            stream.fail(found.error.error)
+        hashes = self._prompts.hashes(request.prompt, request.cache_salt.encode())
+        self._learn(link, stream, hashes)
+        if stream.is_finished:
+            age_s = time.time() - stream.created - (stream.timing.total_s or 0.0)
+            self._streams.retain(stream, request.tenant, max(0.0, age_s))
+            return stream
+        placed = self._placed[stream.request_id] = Placed(stream, hashes)
+        placed.link, placed.is_moved = link, True
+        placed.taken.set_result(None)
+        link.placed[stream.request_id] = placed
+        self._streams.add(stream, request.queue_needs)
+        stream.miss()  # its reader comes next, or never
+        return stream
+
+    def _on_draining(self, link: Link) -> None:
+        """A replica is to end: take what it runs elsewhere, if there is another one."""
+        link.is_usable = False
+        if not any(each.is_usable for each in self._links.values()):
+            return
+        placed, link.placed = link.placed, {}
+        link.send(messages.Taken(list(placed)))
+        link.finish()
+        for each in placed.values():
+            self._move(each)
+
+    def _on_settled(self, link: Link, number: int) -> None:
+        if number in self._settling:
+            self._settling[number].discard(link.name)
+            self._settled.set()
+
+    # ------------------------------------------------------------ views
+
+    def _query(self, query: ViewQuery) -> None:
+        """Ask the first replica: a page shows one scheduler."""
+        if self._state != "ready":
+            raise self.unavailable()
+        self._queries.append(query)
+        if self._viewed is not None:
+            self._viewed.send(messages.View(query))
+        else:
+            self._ask_again()
+
+    def _ask_again(self) -> None:
+        if self._viewed is None:
+            usable = [link for link in self._links.values() if link.is_usable]
+            self._viewed = min(usable, key=lambda link: link.name, default=None)
+            if self._viewed is not None:
+                for query in self._queries:
+                    self._viewed.send(messages.View(query))
+
+
+def _retry_s(error: StreamerError) -> float:
+    return error.retry_after_s if isinstance(error, Overloaded) else float("inf")
+
+
+def _is_same(one: ModelInfo, other: ModelInfo) -> bool:
+    """Whether two replicas give the same answers to what fits both."""
+    names = ("name", "dtype", "vocab_size", "max_model_len", "block_size", "quantization")
+    return all(getattr(one, name) == getattr(other, name) for name in names)

@@ -1,0 +1,163 @@
+"""Link: what an ingress knows of one replica, and its connection to it, made again when it is lost.
+
+Owns no stream: cluster.py decides what goes where, and is called back with what comes. A replica
+that is silent for SILENT_S has its connection closed, as one whose process has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, Final, Protocol
+
+from streamer.core.plan import StepStats
+from streamer.engine.stream import TokenStream
+from streamer.errors import StreamerError
+from streamer.replicas import messages
+from streamer.replicas.connection import Connection
+from streamer.replicas.messages import Member
+from streamer.replicas.routing import Known
+
+SILENT_S: Final = 5.0
+CHECK_S: Final = 0.5
+CONNECT_S: Final = 5.0
+MAX_KNOWN: Final = 1 << 18  # blocks, at about 150 bytes
+
+log = logging.getLogger(__name__)
+
+
+class Placed:
+    """A live request, and where it runs.
+
+    link      None: it waits for a replica
+    hashes    of its prompt's full blocks
+    tried     replicas that refused it
+    refusals  of these
+    taken     set when a replica has taken it
+    """
+
+    __slots__ = ("hashes", "is_moved", "link", "refusals", "stream", "taken", "tried")
+
+    def __init__(self, stream: TokenStream, hashes: tuple[bytes, ...]) -> None:
+        self.stream = stream
+        self.hashes = hashes
+        self.link: Link | None = None
+        self.is_moved = False
+        self.tried: set[str] = set()
+        self.refusals: list[StreamerError] = []
+        self.taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class Owner(Protocol):
+    """The cluster, as its links call it."""
+
+    def on_welcome(self, link: Link, welcome: messages.Welcome) -> None: ...
+    def on_message(self, link: Link, message: Any) -> None: ...
+    def on_lost(self, link: Link) -> None: ...
+
+
+class Link:
+    """One replica.
+
+    placed   what this ingress runs there
+    lost     what it ran there when the connection ended
+    stats    the replica's latest counts;  since  sequences that went there after them
+    is_usable  it takes requests: it is connected, and does not drain
+    """
+
+    def __init__(self, member: Member, secret: bytes, owner: Owner) -> None:
+        self.member = member
+        self.placed: dict[str, Placed] = {}
+        self.lost: list[str] = []
+        self.known = Known(MAX_KNOWN)
+        self.stats = StepStats()
+        self.since = 0
+        self.max_num_seqs = 1
+        self.is_usable = False
+        self._secret = secret
+        self._owner = owner
+        self._connection: Connection | None = None
+        self._connecting: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.member.name
+
+    @property
+    def busyness(self) -> float:
+        """Rows that run or wait, and blocks in use, as shares of what it has."""
+        stats = self.stats
+        rows = stats.running + stats.waiting + stats.preempted + stats.swapped + self.since
+        used = stats.blocks_total - stats.blocks_free
+        return rows / self.max_num_seqs + used / max(1, stats.blocks_total)
+
+    @property
+    def is_connected(self) -> bool:
+        return self._connection is not None and self._connection.is_open
+
+    def send(self, message: Any) -> None:
+        """To the replica, if it is connected."""
+        if self._connection is not None:
+            self._connection.send(message)
+
+    def finish(self) -> None:
+        """Close the connection when what was sent has gone; it is made again."""
+        if self._connection is not None:
+            self._connection.finish()
+
+    def close(self) -> None:
+        """End the connection, or the attempt to make one."""
+        if self._connecting is not None:
+            self._connecting.cancel()
+        if self._connection is not None:
+            self._connection.close()
+
+    def check(self, now: float) -> None:
+        """Connect if there is no connection; close one that is silent."""
+        connection = self._connection
+        if connection is None:
+            if self._connecting is None:
+                self._connecting = asyncio.create_task(self._connect())
+        elif connection.is_open and now - connection.heard > SILENT_S:
+            log.error("replica %s is silent for %.1f s", self.name, now - connection.heard)
+            connection.close()
+
+    def see(self, now: float) -> None:
+        """This process stood still itself: nothing could be heard."""
+        if self._connection is not None:
+            self._connection.heard = now
+
+    async def _connect(self) -> None:
+        host, _, port = self.member.address.rpartition(":")
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                await loop.create_connection(self._make, host.strip("[]"), int(port))
+        except (OSError, TimeoutError, ValueError) as error:
+            log.debug("replica %s can't be reached: %s", self.name, error)
+        finally:
+            self._connecting = None
+
+    def _make(self) -> Connection:
+        self._connection = Connection(
+            self._secret,
+            messages.ToIngress,
+            lambda connection: None,
+            self._on_message,
+            self._on_lost,
+            listens=False,
+        )
+        return self._connection
+
+    def _on_message(self, message: Any) -> None:
+        if isinstance(message, messages.Welcome):
+            info = message.info
+            self.known = Known(min(MAX_KNOWN, info.num_blocks + info.num_host_blocks))
+            self._owner.on_welcome(self, message)
+        else:
+            self._owner.on_message(self, message)
+
+    def _on_lost(self) -> None:
+        self._connection = None
+        self.is_usable = False
+        self._owner.on_lost(self)

@@ -1,0 +1,172 @@
+"""A cluster's streams: the tokens of one engine, whatever becomes of replicas and ingresses."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from msgspec.structs import replace
+
+from streamer.core.plan import FinishReason
+from streamer.core.sampling import SamplingParams
+from streamer.errors import Overloaded
+from tests.replicas.helpers import read, replicas, request, undisturbed, until
+
+
+async def test_streams_over_two_replicas_are_whole() -> None:
+    async with replicas() as found, found.ingress() as cluster:
+        asked = [request(i) for i in range(12)]
+        streams = [cluster.submit(each) for each in asked]
+        for stream in streams:
+            await cluster.recorded(stream)
+        got = await asyncio.gather(*map(read, streams))
+        assert got == [undisturbed(each) for each in asked]
+        generated = [server.engine.stats.generated_tokens for server in found.servers.values()]
+        assert sum(generated) == 12 * 300
+        assert min(generated) >= 4 * 300  # spread over both
+        assert cluster.snapshot().finished == 12
+
+
+async def test_a_lost_replicas_streams_go_on_in_the_other_with_the_same_tokens() -> None:
+    async with replicas(model="fake:tokens_per_s=500") as found, found.ingress() as cluster:
+        asked = [request(i) for i in range(8)]
+        streams = [cluster.submit(each) for each in asked]
+        reading = [asyncio.create_task(read(stream)) for stream in streams]
+        await until(lambda: all(s.num_output_tokens > 20 for s in streams))
+        await found.servers.pop("r0").aclose()
+        assert await asyncio.gather(*reading) == [undisturbed(each) for each in asked]
+        assert {f.reason for s in streams for f in s.finishes if f} == {FinishReason.LENGTH}
+        assert set(cluster.counts) == {"r1"}
+
+
+async def test_a_draining_replica_gives_its_streams_to_the_other() -> None:
+    async with replicas(model="fake:tokens_per_s=500") as found, found.ingress() as cluster:
+        asked = [request(i) for i in range(8)]
+        streams = [cluster.submit(each) for each in asked]
+        reading = [asyncio.create_task(read(stream)) for stream in streams]
+        await until(lambda: all(s.num_output_tokens > 20 for s in streams))
+        leaving = found.servers.pop("r0")
+        async with asyncio.timeout(0.5):  # not until its streams have ended there
+            await leaving.drain(10.0)
+        assert not any(reader.done() for reader in reading)
+        await leaving.aclose()
+        assert await asyncio.gather(*reading) == [undisturbed(each) for each in asked]
+
+
+async def test_without_replicas_streams_wait_and_new_requests_are_refused() -> None:
+    async with replicas(1, model="fake:tokens_per_s=500") as found, found.ingress() as cluster:
+        asked = request()
+        stream = cluster.submit(asked)
+        reading = asyncio.create_task(read(stream))
+        await until(lambda: stream.num_output_tokens > 20)
+        await found.servers.pop("r0").aclose()
+        await until(lambda: not cluster.is_ready)
+        with pytest.raises(Overloaded) as refused:
+            cluster.submit(request(1))
+        assert refused.value.code == "no_replica"
+        await found.add("r0")
+        assert await reading == undisturbed(asked)
+
+
+async def test_another_ingress_finds_reads_and_cancels_a_stream() -> None:
+    async with (
+        replicas(model="fake:tokens_per_s=500") as found,
+        found.ingress() as one,
+        found.ingress() as other,
+    ):
+        asked = replace(request(max_tokens=6000), detach_s=None)
+        stream = one.submit(asked)
+        await until(lambda: stream.num_output_tokens > 20)
+        twin = await other.find(stream.request_id)
+        assert twin is not None
+        assert twin is not stream
+        assert twin.num_output_tokens >= 20
+        reading = asyncio.create_task(read(twin))
+        await until(lambda: twin.num_output_tokens > 100)
+        other.cancel(stream.request_id)
+        tokens = await reading
+        await until(lambda: stream.is_finished)
+        assert tokens == list(stream.token_ids()) == undisturbed(request(max_tokens=len(tokens)))
+        for each in (stream, twin):
+            (finish,) = each.finishes
+            assert finish is not None
+            assert finish.reason is FinishReason.CANCELLED
+        assert await other.find("resp_unknown") is None
+
+
+async def test_a_finished_answer_is_found_and_forgotten_at_every_ingress() -> None:
+    async with replicas() as found, found.ingress() as one, found.ingress() as other:
+        stream = one.submit(request())
+        tokens = await read(stream)
+        twin = await other.find(stream.request_id)
+        assert twin is not None
+        assert list(twin.token_ids()) == tokens
+        assert twin.text() == stream.text()
+        other.forget(stream.request_id)
+        await other.recorded()
+        await until(lambda: one.get(stream.request_id) is None)
+        assert await one.find(stream.request_id) is None
+        assert await other.find(stream.request_id) is None
+
+
+async def test_an_ingress_that_ends_leaves_its_streams_to_another() -> None:
+    async with replicas(model="fake:tokens_per_s=500") as found, found.ingress() as other:
+        asked = replace(request(), detach_s=20.0)
+        async with found.ingress() as one:
+            stream = one.submit(asked)
+            await until(lambda: stream.num_output_tokens > 20)
+        twin = await other.find(stream.request_id)
+        assert twin is not None
+        assert await read(twin) == undisturbed(asked)
+
+
+async def test_a_reader_that_leaves_ends_its_stream_but_not_that_of_another_ingress() -> None:
+    async with (
+        replicas(1, model="fake:tokens_per_s=500") as found,
+        found.ingress() as one,
+        found.ingress() as other,
+    ):
+        stream = one.submit(request(max_tokens=2000))
+        reading = asyncio.create_task(read(stream))
+        await until(lambda: stream.num_output_tokens > 20)
+        twin = await other.find(stream.request_id)
+        assert twin is not None
+        reading_twin = asyncio.create_task(read(twin))
+        reading.cancel()
+        await until(lambda: stream.is_finished)
+        num_tokens = twin.num_output_tokens
+        await until(lambda: twin.num_output_tokens > num_tokens + 20)
+        reading_twin.cancel()
+        (server,) = found.servers.values()
+        await until(lambda: not server.engine.live())
+
+
+async def test_a_refused_request_is_tried_elsewhere_and_then_refused() -> None:
+    async with (
+        replicas(max_num_seqs=1, max_queue=1, model="fake:tokens_per_s=50") as found,
+        found.ingress() as one,
+        found.ingress() as other,
+    ):
+        for number, cluster in enumerate((one, other, one, other)):
+            stream = cluster.submit(request(number, 5000))  # runs or waits, in one of them
+            await cluster.recorded(stream)
+        stream = one.submit(request(99))
+        with pytest.raises(Overloaded) as refused:
+            await one.recorded(stream)
+        assert refused.value.retry_after_s >= 1.0
+        assert one.get(stream.request_id) is None
+
+
+async def test_grammars_beams_and_log_probabilities_come_through() -> None:
+    async with replicas() as found, found.ingress() as cluster:
+        params = SamplingParams(max_tokens=6, logprobs=2, prompt_logprobs=1, n=2, ignore_eos=True)
+        stream = cluster.submit(replace(request(), params=params))
+        await stream.wait()
+        assert len(stream.logprobs(1) or ()) == 6
+        assert len(stream.prompt_logprobs) == len(stream.prompt) - 1
+
+
+async def test_a_view_is_that_of_one_replica() -> None:
+    async with replicas() as found, found.ingress() as cluster:
+        view = await cluster.view_feed.next()
+        assert view.step == found.servers["r0"].engine.stats.steps
