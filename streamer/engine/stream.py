@@ -125,6 +125,7 @@ class TokenStream:
         "prompt",
         "prompt_logprobs",
         "proposed_tokens",
+        "request",
         "request_id",
         "shared_tokens",
     )

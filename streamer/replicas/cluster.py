@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -36,22 +36,27 @@ from streamer.engine.refusals import (
 from streamer.engine.requests import GenerateRequest, QueueNeeds, limits_of, with_end
 from streamer.engine.stats import total
 from streamer.engine.stream import TokenStream
-from streamer.errors import ConfigError, EngineDead, Overloaded, StreamerError
+from streamer.errors import (
+    ConfigError,
+    EngineDead,
+    Overloaded,
+    RequestFailed,
+    StreamerError,
+)
 from streamer.replicas import messages
-from streamer.replicas.link import CHECK_S, Link, Placed
-from streamer.replicas.messages import Member
+from streamer.replicas.link import Directory, Link, Links, Placed
 from streamer.replicas.routing import choose
 
-POLL_S: Final = 1.0
 FIND_S: Final = 3.0
 SETTLE_S: Final = 10.0
 CANCEL_S: Final = 2.0
 # A request waits for so long where no replica is left to run it.
 ORPHAN_S: Final = 60.0
+# A request that ends its replica would end one after another.
+MAX_MOVES: Final = 5  # without a token in between
 ATTACH_S: Final = 5.0  # that a stream which was found waits for its reader at least
 NO_REPLICA_RETRY_S: Final = 2.0
 
-Directory = Callable[[], Awaitable[Sequence[Member]]]
 log = logging.getLogger(__name__)
 
 
@@ -90,9 +95,8 @@ class Cluster(Engine):
         readers = _Readers()
         super().__init__(config, readers)
         readers.cluster = self
-        self._directory = directory
         self._secret = secret
-        self._links: dict[str, Link] = {}
+        self._links = Links(directory, secret, self)
         self._placed: dict[str, Placed] = {}
         self._orphans: dict[str, asyncio.TimerHandle] = {}
         self._searches: dict[str, _Search] = {}
@@ -103,20 +107,18 @@ class Cluster(Engine):
         self._num_settles = 0
         self._is_started = asyncio.Event()
         self._loaded: Tokenizer | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-        self._checked = 0.0
 
     # ------------------------------------------------------------ life
 
     @property
     def is_ready(self) -> bool:
         """Whether a replica takes requests."""
-        return self._state == "ready" and any(link.is_usable for link in self._links.values())
+        return self._state == "ready" and bool(self._links.usable)
 
     @property
     def counts(self) -> Mapping[str, StepStats]:
         """The latest counts of each replica."""
-        return {link.name: link.stats for link in self._links.values() if link.is_connected}
+        return {link.name: link.stats for link in self._links.connected}
 
     @property
     def stats(self) -> StepStats:
@@ -143,20 +145,16 @@ class Cluster(Engine):
         if self._state == "new":
             self._state = "loading"
             self._loaded = await asyncio.to_thread(loaders(self.config)[1])
-            self._tasks = [asyncio.create_task(work) for work in (self._poll(), self._check())]
+            self._links.start()
         await self._is_started.wait()
         if self._state != "ready":
             raise ended_error(self.death)
 
     async def aclose(self, deadline_s: float = CLOSE_S) -> None:
         """Leave the replicas: what can be resumed runs on there until its time is up."""
-        for task in self._tasks:
-            task.cancel()
         if self._state not in ("dead", "closed"):
             self._close(None)
-        for link in self._links.values():
-            link.close()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._links.aclose()
 
     async def drain(self, deadline_s: float) -> None:
         """Take no requests; let live ones finish for `deadline_s`.
@@ -185,52 +183,13 @@ class Cluster(Engine):
 
     def _die(self, cause: Exception) -> None:
         self._close(cause)
-        for link in self._links.values():
-            link.close()
-
-    async def _poll(self) -> None:
-        """Follow the directory."""
-        while True:
-            try:
-                members = await self._directory()
-            except Exception as error:  # whatever stands behind it: it may come back
-                log.warning("the directory of replicas did not answer: %s", error)
-            else:
-                self._see(members)
-            await asyncio.sleep(POLL_S)
-
-    def _see(self, members: Sequence[Member]) -> None:
-        now = asyncio.get_running_loop().time()
-        for member in members:
-            link = self._links.get(member.name)
-            if link is None:
-                link = self._links[member.name] = Link(member, self._secret, self)
-            link.member = member
-            link.check(now)
-        names = {member.name for member in members}
-        for link in list(self._links.values()):
-            if link.name not in names and not link.is_connected:
-                del self._links[link.name]
-                link.close()
-
-    async def _check(self) -> None:
-        """Notice silence, of others and of this process."""
-        loop = asyncio.get_running_loop()
-        before = loop.time()
-        while True:
-            await asyncio.sleep(CHECK_S)
-            now = loop.time()
-            for link in list(self._links.values()):
-                if now - before > 2 * CHECK_S:
-                    link.see(now)
-                link.check(now)
-            before = now
+        self._links.close()
 
     # ------------------------------------------------------------ requests
 
     def require_room(self, needs: QueueNeeds) -> None:
         """See Engine; by what this ingress has submitted: each replica looks at all it has."""
-        num = max(1, sum(link.is_usable for link in self._links.values()))
+        num = max(1, len(self._links.usable))
         if self._sizes is not None:
             rows = num * self._sizes.max_num_seqs
             self._streams.require_room(needs, num * self.config.max_queue, rows)
@@ -263,7 +222,7 @@ class Cluster(Engine):
     def forget(self, request_id: str) -> None:
         """See Engine: here, in every replica, and at every other ingress."""
         self._streams.forget(request_id)
-        for link in self._links.values():
+        for link in self._links.connected:
             link.send(messages.Forget(request_id))
 
     async def recorded(self, stream: TokenStream | None = None) -> None:
@@ -277,8 +236,8 @@ class Cluster(Engine):
             return
         self._num_settles += 1
         number = self._num_settles
-        self._settling[number] = {each.name for each in self._links.values() if each.is_connected}
-        for link in self._links.values():
+        self._settling[number] = {link.name for link in self._links.connected}
+        for link in self._links.connected:
             link.send(messages.Settle(number))
         try:
             async with asyncio.timeout(SETTLE_S):
@@ -297,7 +256,7 @@ class Cluster(Engine):
             return stream
         search = self._searches.get(request_id)
         if search is None:
-            links = [link for link in self._links.values() if link.is_connected]
+            links = self._links.connected
             if not links:
                 return None
             search = self._searches[request_id] = _Search({link.name for link in links})
@@ -319,8 +278,8 @@ class Cluster(Engine):
 
         request  where it is new; without it goes on from what its stream has
         """
-        usable = [each for each in self._links.values() if each.is_usable]
-        link = choose([each for each in usable if each.name not in placed.tried], placed.hashes)
+        untried = [each for each in self._links.usable if each.name not in placed.tried]
+        link = choose(untried, placed.hashes)
         if link is None:
             return False
         stream, context = placed.stream, None
@@ -343,9 +302,15 @@ class Cluster(Engine):
 
     def _move(self, placed: Placed) -> None:
         """Let a request go on in another replica, as soon as there is one."""
-        request_id = placed.stream.request_id
+        request_id, num_tokens = placed.stream.request_id, placed.stream.num_output_tokens
         placed.link, placed.is_moved = None, True
         placed.tried.clear()
+        placed.num_moves = placed.num_moves + 1 if num_tokens == placed.moved_at else 1
+        placed.moved_at = num_tokens
+        if placed.num_moves > MAX_MOVES:
+            text = f"{MAX_MOVES} replicas were lost before the answer had its next token"
+            self._end(placed, RequestFailed(text))
+            return
         if not self._place(placed) and request_id not in self._orphans:
             loop = asyncio.get_running_loop()
             self._orphans[request_id] = loop.call_later(ORPHAN_S, self._give_up, placed)
@@ -484,7 +449,7 @@ class Cluster(Engine):
         parent = hashes[-1] if hashes else hasher.root(stream.request.cache_salt.encode())
         found = []
         for start in range(0, len(tokens) - size, size):  # the last token is never computed
-            parent = hasher.next(parent, tokens[start : start + size])
+            parent = hasher.next(parent, hasher.pack(tokens[start : start + size]))
             found.append(parent)
         link.known.add((*hashes, *found))
 
@@ -553,7 +518,7 @@ class Cluster(Engine):
     def _on_draining(self, link: Link) -> None:
         """A replica is to end: take what it runs elsewhere, if there is another one."""
         link.is_usable = False
-        if not any(each.is_usable for each in self._links.values()):
+        if not self._links.usable:
             return
         placed, link.placed = link.placed, {}
         link.send(messages.Taken(list(placed)))
@@ -580,8 +545,7 @@ class Cluster(Engine):
 
     def _ask_again(self) -> None:
         if self._viewed is None:
-            usable = [link for link in self._links.values() if link.is_usable]
-            self._viewed = min(usable, key=lambda link: link.name, default=None)
+            self._viewed = min(self._links.usable, key=lambda link: link.name, default=None)
             if self._viewed is not None:
                 for query in self._queries:
                     self._viewed.send(messages.View(query))

@@ -1,13 +1,15 @@
 """Link: what an ingress knows of one replica, and its connection to it, made again when it is lost.
 
-Owns no stream: cluster.py decides what goes where, and is called back with what comes. A replica
-that is silent for SILENT_S has its connection closed, as one whose process has ended.
+Owns no stream: cluster.py decides what goes where, and is called back with what comes. Links has
+one for each replica of a directory. A replica that is silent for SILENT_S has its connection
+closed, as one whose process has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, Protocol
 
 from streamer.core.plan import StepStats
@@ -20,9 +22,11 @@ from streamer.replicas.routing import Known
 
 SILENT_S: Final = 5.0
 CHECK_S: Final = 0.5
+POLL_S: Final = 1.0
 CONNECT_S: Final = 5.0
 MAX_KNOWN: Final = 1 << 18  # blocks, at about 150 bytes
 
+Directory = Callable[[], Awaitable[Sequence[Member]]]
 log = logging.getLogger(__name__)
 
 
@@ -34,15 +38,28 @@ class Placed:
     tried     replicas that refused it
     refusals  of these
     taken     set when a replica has taken it
+    num_moves  times that it lost its replica when it had `moved_at` output tokens
     """
 
-    __slots__ = ("hashes", "is_moved", "link", "refusals", "stream", "taken", "tried")
+    __slots__ = (
+        "hashes",
+        "is_moved",
+        "link",
+        "moved_at",
+        "num_moves",
+        "refusals",
+        "stream",
+        "taken",
+        "tried",
+    )
 
     def __init__(self, stream: TokenStream, hashes: tuple[bytes, ...]) -> None:
         self.stream = stream
         self.hashes = hashes
         self.link: Link | None = None
         self.is_moved = False
+        self.num_moves = 0
+        self.moved_at = -1
         self.tried: set[str] = set()
         self.refusals: list[StreamerError] = []
         self.taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -161,3 +178,77 @@ class Link:
         self._connection = None
         self.is_usable = False
         self._owner.on_lost(self)
+
+
+class Links:
+    """A link to each replica. Belongs to the loop that `start` is called on."""
+
+    def __init__(self, directory: Directory, secret: bytes, owner: Owner) -> None:
+        self._directory = directory
+        self._secret = secret
+        self._owner = owner
+        self._links: dict[str, Link] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def connected(self) -> list[Link]:
+        """Those that can be asked."""
+        return [link for link in self._links.values() if link.is_connected]
+
+    @property
+    def usable(self) -> list[Link]:
+        """Those that take requests."""
+        return [link for link in self._links.values() if link.is_usable]
+
+    def start(self) -> None:
+        """Follow the directory, and connect."""
+        self._tasks = [asyncio.create_task(work) for work in (self._poll(), self._check())]
+
+    def close(self) -> None:
+        """End every connection, and make no more."""
+        for task in self._tasks:
+            task.cancel()
+        for link in self._links.values():
+            link.close()
+
+    async def aclose(self) -> None:
+        """The same, and wait until that is done."""
+        self.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _poll(self) -> None:
+        while True:
+            try:
+                members = await self._directory()
+            except Exception as error:  # whatever stands behind it: it may come back
+                log.warning("the directory of replicas did not answer: %s", error)
+            else:
+                self._see(members)
+            await asyncio.sleep(POLL_S)
+
+    def _see(self, members: Sequence[Member]) -> None:
+        now = asyncio.get_running_loop().time()
+        for member in members:
+            link = self._links.get(member.name)
+            if link is None:
+                link = self._links[member.name] = Link(member, self._secret, self._owner)
+            link.member = member
+            link.check(now)
+        names = {member.name for member in members}
+        for link in list(self._links.values()):
+            if link.name not in names and not link.is_connected:
+                del self._links[link.name]
+                link.close()
+
+    async def _check(self) -> None:
+        """Notice silence, of others and of this process."""
+        loop = asyncio.get_running_loop()
+        before = loop.time()
+        while True:
+            await asyncio.sleep(CHECK_S)
+            now = loop.time()
+            for link in list(self._links.values()):
+                if now - before > 2 * CHECK_S:
+                    link.see(now)
+                link.check(now)
+            before = now
