@@ -200,6 +200,14 @@ class Backend(Protocol):
 class CpuBackend(Backend, Protocol):
     """The ops on a CPU, drawing included; on a GPU gpu/sampling/sample.py draws."""
 
+    def top(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `count` largest values of each row of x [S, V], or all V, the largest first, and
+        their indices, the lowest first of equals -> two [S, count], fp32 and ids.
+
+        They mean nothing where the row has a NaN.
+        """
+        ...
+
     def ban(
         self, x: torch.Tensor, rows: torch.Tensor, words: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -103,6 +103,25 @@ def best(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values.float(), ids
 
 
+def top(x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """See CpuBackend.top; on any device."""
+    width = x.shape[1]
+    values, ids = torch.topk(x, min(count, width))
+    if not values.shape[1]:
+        return values.float(), ids
+    # topk chooses any of those that are equal to the last one.
+    is_last = values == values[:, -1:]
+    falling = torch.arange(width, 0, -1, dtype=torch.float32, device=x.device)
+    equal = torch.where(x == values[:, -1:], falling, 0.0)
+    lowest = torch.topk(equal, values.shape[1]).indices
+    place = (is_last.cumsum(1) - 1).clamp(min=0)
+    ids = torch.where(is_last, lowest.gather(1, place), ids)
+    order = ids.argsort(1)
+    values, ids = values.gather(1, order), ids.gather(1, order)
+    order = values.argsort(dim=1, descending=True, stable=True)
+    return values.gather(1, order).float(), ids.gather(1, order)
+
+
 def ban(
     x: torch.Tensor, rows: torch.Tensor, words: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

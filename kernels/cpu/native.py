@@ -202,6 +202,15 @@ def best(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, ids
 
 
+def top(x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """See CpuBackend.top."""
+    shape = (x.shape[0], min(count, x.shape[1]))
+    values, ids = torch.empty(shape), torch.empty(shape, dtype=torch.int64)
+    if values.numel():
+        issue(Call(Kind.TOP, x, x.dtype, (x, values, ids), (x.shape[1], x.stride(0), shape[1])))
+    return values, ids
+
+
 def ban(
     x: torch.Tensor, rows: torch.Tensor, words: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -64,6 +64,7 @@ class Kind(IntEnum):
     FIT = 16
     ROUND = 17
     BAN = 18
+    TOP = 19
 
 
 class Count(IntEnum):

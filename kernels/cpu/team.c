@@ -28,6 +28,7 @@
 #include "fit.c"
 #include "norm.c"
 #include "rope.c"
+#include "top.c"
 
 #define THREADS_MAX 256
 #define PATIENCE 1000      /* reads of a range before yielding to other threads */
@@ -50,6 +51,7 @@ static const Kind kinds[] = {
     {pack_chunks, pack_run},           {pack_chunks, pack_quantized_run},
     {unpack_chunks, unpack_run},       {fit_chunks, fit_run},
     {fit_chunks, round_run},           {ban_chunks, ban_run},
+    {top_chunks, top_run},
 };
 
 /* A range is op << 52 | first chunk << 26 | end, so that taking a chunk checks that the op is still

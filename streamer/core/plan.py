@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence as Seq
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -305,6 +305,13 @@ OUT_OF_MEMORY = "there is no memory for the request's step, however small"
 STEP_FAILED = "the request's step fails each time, also when it runs alone"
 
 
+class Candidates(NamedTuple):
+    """A hypothesis' best next tokens, best first, and their log probabilities."""
+
+    tokens: Seq[int]
+    logprobs: Seq[float]
+
+
 class StepResult(msgspec.Struct, frozen=True):
     """What a plan drew: `rows` ascending, `tokens` parallel to it.
 
@@ -317,7 +324,7 @@ class StepResult(msgspec.Struct, frozen=True):
     prompt_logprobs  row -> one for each of Chunk.score, in order
     proposals  row of Plan.drafts -> the tokens that the runner proposes after its newest one
     forced  row -> the tokens that a grammar allows alone after its newest one
-    candidates  row of a beam, which draws nothing -> the best (token, log probability), best first
+    candidates  row of a beam, which draws nothing -> the best next tokens
     """
 
     number: int
@@ -328,7 +335,7 @@ class StepResult(msgspec.Struct, frozen=True):
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
     proposals: dict[int, tuple[int, ...]] = {}
     forced: dict[int, tuple[int, ...]] = {}
-    candidates: dict[int, tuple[tuple[int, float], ...]] = {}
+    candidates: dict[int, Candidates] = {}
 
 
 # ---------------------------------------------------------------- output: scheduler -> loop

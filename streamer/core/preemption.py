@@ -107,7 +107,7 @@ def preempt(state: State, request: Request, draft: Draft) -> None:
     else:
         for seq in live:
             state.kv.release(seq, state.launched)
-            seq.candidates = ()
+            seq.candidates = None
         state.requests.move(request, Event.DROP)
         state.enqueue(request)
     state.report.preempted(request, None if moves is None else len(moves))

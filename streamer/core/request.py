@@ -11,7 +11,7 @@ import enum
 from typing import Final
 
 from streamer.core.beams.search import BeamSearch
-from streamer.core.plan import Add, Drawn, FinishReason
+from streamer.core.plan import Add, Candidates, Drawn, FinishReason
 from streamer.errors import InvariantViolated
 
 
@@ -136,7 +136,7 @@ class Sequence:
         self.row = -1
         self.joined = False  # the runner knows the row
         self.shares_tail = False  # the block it writes next may be in other tables
-        self.candidates: tuple[tuple[int, float], ...] = ()
+        self.candidates: Candidates | None = None
         self.is_unsettled = False
         self.finish_reason: FinishReason | None = None
         self.provisional: tuple[int, ...] = ()

@@ -17,6 +17,7 @@ import msgspec
 
 from streamer.core.beams.search import num_candidates
 from streamer.core.plan import (
+    Candidates,
     Chunk,
     Facts,
     Plan,
@@ -103,7 +104,7 @@ class _Row:
         self.known += 1
         return FIRST_NUMBER + index if index < self.plain else self.late(index)
 
-    def candidates(self) -> tuple[tuple[int, float], ...]:
+    def candidates(self) -> Candidates:
         """What it would draw, far before other numbers: the later, the less far, so that the best
         hypotheses of a search are those that differ last."""
         index = self.known - self.first
@@ -111,8 +112,8 @@ class _Row:
         others = range(FIRST_NUMBER, VOCAB_SIZE)
         rest = [other for other in others[: self.num_candidates] if other != token]
         far = -5.0 + min(index, 400) / 100
-        found = [(token, -0.1), *((other, far - n / 1000) for n, other in enumerate(rest))]
-        return tuple(found[: self.num_candidates])
+        values = [-0.1, *(far - n / 1000 for n in range(len(rest)))]
+        return Candidates([token, *rest][: self.num_candidates], values[: self.num_candidates])
 
     def newest(self) -> int:
         """The last known token."""

@@ -20,7 +20,16 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from streamer.core.beams.search import BeamSearch, Ended, num_candidates
-from streamer.core.plan import Add, Chunk, Plan, RowJoin, StepResult, TokenLogprob, accepted
+from streamer.core.plan import (
+    Add,
+    Candidates,
+    Chunk,
+    Plan,
+    RowJoin,
+    StepResult,
+    TokenLogprob,
+    accepted,
+)
 
 VOCAB = 97
 ROOT = 1
@@ -46,11 +55,11 @@ def draw(chain: int, choice: int) -> int:
     return (chain // 7 + choice * 31) % VOCAB
 
 
-def best(chain: int, count: int) -> tuple[tuple[int, float], ...]:
+def best(chain: int, count: int) -> Candidates:
     """The best tokens after a prefix, with log probabilities that are nowhere equal."""
     scored = [(-0.1 - (chain // 7 + 31 * t * t) % 1009 / 250 - t * 1e-5, t) for t in range(VOCAB)]
     scored.sort(reverse=True)
-    return tuple((token, logprob) for logprob, token in scored[:count])
+    return Candidates([token for _, token in scored[:count]], [lp for lp, _ in scored[:count]])
 
 
 def beam_oracle(add: Add, beams: BeamSearch, token_bytes: Seq[bytes]) -> list[Ended]:
@@ -245,7 +254,7 @@ class Device:
             if other.number <= plan.number:  # a later swap-out waits for this step
                 self._check_store(stored, other)
         drawn: dict[int, list[int]] = {}
-        candidates: dict[int, tuple[tuple[int, float], ...]] = {}
+        candidates: dict[int, Candidates] = {}
         failed: dict[int, str] = {}
         for row, chunk in work:
             number = row.join.row

@@ -76,6 +76,29 @@ def test_both_backends_ban_the_same(vocab: int, dtype: torch.dtype) -> None:
     assert got[1].tolist() == [row.index(max(row)) for row in left]
 
 
+@pytest.mark.parametrize("backend", [native, reference], ids=["native", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 5, 97, 1000, 5003])
+def test_top(backend: ops.CpuBackend, vocab: int, dtype: torch.dtype) -> None:
+    """Of strided rows; equals, bans, whole rows of either, rising and falling ones included."""
+    wide = torch.randn(9, vocab + 3, generator=torch.Generator().manual_seed(vocab))
+    x = wide.to(dtype)[:, :vocab]
+    x[1], x[2], x[3, : vocab // 2] = 2.0, -torch.inf, -torch.inf
+    x[4] = (x[4] * 4).round()  # few values
+    x[5], x[6] = torch.arange(vocab), -torch.arange(vocab)
+    x[7, vocab // 2], x[8, vocab - 1] = torch.inf, torch.nan
+    orders = [sorted(range(vocab), key=lambda i: (-row[i], i)) for row in x[:8].tolist()]
+    for count in (0, 1, 2, 20, 65, 300, 6000):
+        values, ids = backend.top(x, count)
+        assert values.dtype is torch.float32
+        assert values.shape == ids.shape == (9, min(count, vocab))
+        for row in range(8):
+            order = orders[row][:count]
+            assert ids[row].tolist() == order
+            assert values[row].tolist() == x[row, order].tolist()
+        assert ids[8].tolist() == [i % vocab for i in ids[8].tolist()]
+
+
 def test_the_order_of_rows_is_the_draws_own() -> None:
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(1))
     draws = draws_of(6, (0, 0.9, 0.0), seed=1)

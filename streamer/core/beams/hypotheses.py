@@ -9,13 +9,12 @@ results.py; preemption.py forgets candidates of what is recomputed.
 from __future__ import annotations
 
 from streamer.core.beams.search import BeamSearch, Ended
-from streamer.core.plan import Finish, FinishReason, TokenLogprob
+from streamer.core.plan import Candidates, Finish, FinishReason, TokenLogprob
 from streamer.core.request import OUTPUT_COST, Request, Status
 from streamer.core.state import State
 from streamer.core.stopping.strings import Stop
 from streamer.errors import InvariantViolated
 
-Candidates = tuple[tuple[int, float], ...]
 Output = list[tuple[str, int, int, TokenLogprob | None]]  # request, choice, token, its probability
 
 
@@ -43,15 +42,17 @@ def advance_beams(state: State) -> Output:
                 del state.beams_due[request]
             continue  # of a request without its rows they wait until it runs again
         del state.beams_due[request]
-        if all(seq.candidates for seq in request.sequences):
-            output += _advance(state, request, beams)
+        candidates = [seq.candidates for seq in request.sequences if seq.candidates is not None]
+        if len(candidates) == len(request.sequences):
+            output += _advance(state, request, beams, candidates)
     return output
 
 
-def _advance(state: State, request: Request, beams: BeamSearch) -> Output:
+def _advance(
+    state: State, request: Request, beams: BeamSearch, candidates: list[Candidates]
+) -> Output:
     sequences = request.sequences
     known = [seq.tokens for seq in sequences]
-    candidates = [seq.candidates for seq in sequences]
     going_on = beams.advance(known, candidates, state.config.token_bytes)
     request.share.time += OUTPUT_COST * len(sequences)
     n, request_id = request.add.params.n, request.request_id
@@ -65,7 +66,7 @@ def _advance(state: State, request: Request, beams: BeamSearch) -> Output:
     for seq, (_, token) in zip(sequences, going_on, strict=True):
         seq.tokens.append(token)
         seq.num_tokens += 1
-        seq.candidates = ()
+        seq.candidates = None
     settled = beams.settle([seq.tokens for seq in sequences])
     return [(request_id, choice, *each) for choice in range(n) for each in settled]
 

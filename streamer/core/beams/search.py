@@ -15,11 +15,10 @@ from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
-from streamer.core.plan import TokenLogprob
+from streamer.core.plan import Candidates, TokenLogprob
 from streamer.core.sampling import SamplingParams
 from streamer.core.stopping.strings import Stop, StopStrings
 
-Candidates = Seq[tuple[int, float]]  # of one hypothesis, best first
 Scored = tuple[int, TokenLogprob | None]  # a token, and its log probability if requested
 
 
@@ -139,7 +138,7 @@ class BeamSearch:
             if rank >= self.width and (is_last or len(going_on) == self.width):
                 break  # of 4,160 candidates at a width of 64 the best 64 or a few more count
             _, parent, index = each
-            stop = self._stop_in(known[parent], candidates[parent][index][0], stops)
+            stop = self._stop_in(known[parent], candidates[parent].tokens[index], stops)
             if stop is None and not is_last:
                 going_on.append(each)
             elif rank < self.width:
@@ -163,8 +162,8 @@ class BeamSearch:
         self, before: float, parent: int, row: Candidates, *, may_stop: bool
     ) -> Iterator[tuple[float, int, int]]:
         stop_ids = self._stop_ids
-        for index, (token, logprob) in enumerate(row):
-            if may_stop or token not in stop_ids:
+        for index, logprob in enumerate(row.logprobs):
+            if may_stop or row.tokens[index] not in stop_ids:
                 yield before + logprob, parent, index
 
     def _stop_in(self, known: Seq[int], token: int, stops: StopStrings) -> int | Stop | None:
@@ -191,7 +190,7 @@ class BeamSearch:
         score = _score(logprob, self._num_output, self._params.length_penalty)
         if len(self.ended) == self.width and score <= self.ended[-1].score:
             return
-        output = (*known[self._num_prompt :], row[index][0])
+        output = (*known[self._num_prompt :], row.tokens[index])
         chain = self._chained(parent, row, index)
         self.ended.append(Ended(output, logprob, score, stop, chain))
         self.ended.sort(key=lambda each: -each.score)
@@ -202,8 +201,8 @@ class BeamSearch:
         num_top = self._params.logprobs
         if num_top is None:
             return None
-        token, logprob = row[index]
-        newest = TokenLogprob(token, logprob, tuple(row[:num_top]))
+        top = zip(row.tokens[:num_top], row.logprobs, strict=False)
+        newest = TokenLogprob(row.tokens[index], row.logprobs[index], tuple(top))
         return Chain(newest, self._chains[parent])
 
     def _is_settled_by_scores(self, best_running: float) -> bool:
@@ -241,7 +240,7 @@ class BeamSearch:
         self._logprobs = [logprob for logprob, _, _ in by_place]
         self._chains = [self._chained(parent, candidates[parent], i) for _, parent, i in by_place]
         return tuple(
-            Continuation(parent, candidates[parent][index][0]) for _, parent, index in by_place
+            Continuation(parent, candidates[parent].tokens[index]) for _, parent, index in by_place
         )
 
     def settle(self, known: Seq[Seq[int]]) -> list[Scored]:

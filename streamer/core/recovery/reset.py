@@ -77,7 +77,7 @@ def _lose(seq: Sequence) -> None:
     seq.num_computed = seq.num_published = 0
     seq.blocks, seq.host_blocks, seq.found = [], [], []
     seq.row, seq.joined, seq.shares_tail = -1, False, False
-    seq.candidates, seq.is_unsettled = (), False
+    seq.candidates, seq.is_unsettled = None, False
     seq.provisional, seq.is_forced = (), False
 
 

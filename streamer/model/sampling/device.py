@@ -24,9 +24,9 @@ from streamer.kernels.philox import USE_SAMPLE
 from streamer.model.runner.device import Device
 from streamer.model.sampling.host import (
     SampleOutput,
-    logprobs_by_index,
-    outcome,
+    Scores,
     penalised,
+    scores_by_index,
     top_logprobs,
 )
 from streamer.model.sampling.rows import History, Layout, RowState, RowTable
@@ -309,12 +309,12 @@ class DeviceSampler:
         if draw.runs:
             cut(tokens, draw.runs)
             self._count_runs(draw, rows, tokens)
-        logprobs = {}
+        found = Scores({}, {})
         if asked:
             own, top = result[count : count + asked], result[count + asked :].view(2, asked, -1)
             ids: list[list[int]] = top[1].long().tolist()
-            logprobs = logprobs_by_index(draw.layout, tokens, own.tolist(), top[0].tolist(), ids)
-        return outcome(draw.layout, tokens, logprobs, dict(draw.errors), {})
+            found = scores_by_index(draw.layout, tokens, own.tolist(), top[0].tolist(), ids)
+        return SampleOutput(tokens, *found, dict(draw.errors), {})
 
     def _count_runs(self, draw: Draw, rows: tuple[int, ...], tokens: list[int]) -> None:
         """Count what was drawn by runs with penalties, of rows that still hold their sequence."""

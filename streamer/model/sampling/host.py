@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 
 from streamer.constraints.grammars import Grammars
 from streamer.constraints.masks import Filled, MaskFiller
-from streamer.core.plan import RowJoin, TokenLogprob
-from streamer.kernels import ops
+from streamer.core.plan import Candidates, RowJoin, TokenLogprob
+from streamer.kernels import ops, reference
 from streamer.kernels.philox import USE_SAMPLE
 from streamer.model.sampling.rows import Layout, RowState, RowTable
 from streamer.model.sampling.runs import CUT, FAILED, Run, cut
+
+Top = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]  # CpuBackend.top
 
 
 class SampleOutput(msgspec.Struct, frozen=True):
@@ -38,7 +40,7 @@ class SampleOutput(msgspec.Struct, frozen=True):
 
     tokens: list[int]
     logprobs: dict[int, TokenLogprob]
-    candidates: dict[int, tuple[tuple[int, float], ...]] = {}
+    candidates: dict[int, Candidates] = {}
     errors: dict[int, str] = {}
     forced: dict[int, tuple[int, ...]] = {}
 
@@ -154,13 +156,13 @@ class Sampler:
             history = layout.states[i].history
             if history is not None and tokens[i] >= 0:
                 history.append(tokens[i])
-        logprobs: dict[int, TokenLogprob] = {}
+        found = Scores({}, {})
         if raw is not None:
             drawn = torch.tensor([tokens[i] for i in layout.logprobs])
-            own, values, ids = (t.tolist() for t in top_logprobs(raw, drawn, layout.num_top))
-            logprobs = logprobs_by_index(layout, tokens, own, values, ids)
+            top = top_logprobs(raw, drawn, layout.num_top, self._kernels.top)
+            found = scores_by_index(layout, tokens, *(t.tolist() for t in top))
         forced = layout.forced(tokens) if masks is not None else {}
-        return outcome(layout, tokens, logprobs, errors, forced)
+        return SampleOutput(tokens, *found, errors, forced)
 
     def propose(
         self,
@@ -314,56 +316,44 @@ def penalised(values: torch.Tensor, counts: torch.Tensor, settings: torch.Tensor
 
 
 def top_logprobs(
-    raw: torch.Tensor, drawn: torch.Tensor, num_top: int
+    raw: torch.Tensor, drawn: torch.Tensor, num_top: int, top: Top = reference.top
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-softmax of logits [L, V] fp32: of tokens `drawn` [L], and the num_top best of each row
     with their ids -> [L], [L, num_top], [L, num_top]. For a failed row's -1 they mean nothing.
 
     Of equal ones the lowest ids come first, so that the best k are the same for any larger num_top:
     bf16 logits are often equal, and neighbours ask for other numbers.
+
+    top  the backend's, of the logits' device
     """
     logs = torch.log_softmax(raw, -1)
     own = logs.gather(1, drawn.clamp(min=0).unsqueeze(1))[:, 0]
-    width = logs.shape[1]
-    values, ids = torch.topk(logs, min(num_top, width))
-    if not values.shape[1]:
-        return own, values, ids
-    # topk chooses any of those that are equal to the last one.
-    is_last = values == values[:, -1:]
-    falling = torch.arange(width, 0, -1, dtype=torch.float32, device=logs.device)
-    equal = torch.where(logs == values[:, -1:], falling, 0.0)
-    lowest = torch.topk(equal, values.shape[1]).indices
-    place = (is_last.cumsum(1) - 1).clamp(min=0)
-    ids = torch.where(is_last, lowest.gather(1, place), ids)
-    order = ids.argsort(1)
-    values, ids = values.gather(1, order), ids.gather(1, order)
-    order = values.argsort(dim=1, descending=True, stable=True)
-    return own, values.gather(1, order), ids.gather(1, order)
+    return own, *top(logs, num_top)
 
 
-def logprobs_by_index(
+class Scores(NamedTuple):
+    """What top_logprobs found, by index into the tokens: as in SampleOutput."""
+
+    logprobs: dict[int, TokenLogprob]
+    candidates: dict[int, Candidates]
+
+
+def scores_by_index(
     layout: Layout, tokens: list[int],
     own: list[float], values: list[list[float]], ids: list[list[int]],
-) -> dict[int, TokenLogprob]:  # fmt: skip
-    """What top_logprobs found, as lists, for those of layout.logprobs that drew a token."""
-    out: dict[int, TokenLogprob] = {}
+) -> Scores:  # fmt: skip
+    """What top_logprobs found, as lists, for those of layout.logprobs that drew a token, or would:
+    of a beam's row the alternatives alone."""
+    found, beams = Scores({}, {}), set(layout.beams)
     for n, i in enumerate(layout.logprobs):
         if tokens[i] < 0:
             continue
-        top = list(zip(ids[n], values[n], strict=True))[: layout.states[i].num_top]
-        out[i] = TokenLogprob(token_id=tokens[i], logprob=own[n], top=tuple(top))
-    return out
-
-
-def outcome(
-    layout: Layout,
-    tokens: list[int],
-    logprobs: dict[int, TokenLogprob],
-    errors: dict[int, str],
-    forced: dict[int, tuple[int, ...]],
-) -> SampleOutput:
-    """The step's output; of a beam's row the alternatives alone."""
-    candidates = {i: logprobs.pop(i).top for i in layout.beams if i in logprobs}
-    for i in candidates:
+        num_top = layout.states[i].num_top
+        if i in beams:
+            found.candidates[i] = Candidates(ids[n][:num_top], values[n][:num_top])
+        else:
+            top = zip(ids[n][:num_top], values[n], strict=False)
+            found.logprobs[i] = TokenLogprob(tokens[i], own[n], tuple(top))
+    for i in found.candidates:
         tokens[i] = CUT
-    return SampleOutput(tokens, logprobs, candidates, errors, forced)
+    return found

@@ -17,6 +17,7 @@ import torch
 from transformers import StoppingCriteria
 
 from streamer.core.beams.search import BeamSearch, Continuation, Ended, Scored, num_candidates
+from streamer.core.plan import Candidates
 from streamer.core.sampling import SamplingParams
 from streamer.core.stopping.strings import Stop
 from tests.checkpoints import make_checkpoint, reference_greedy, reference_model
@@ -75,9 +76,7 @@ def search(model: Any, params: SamplingParams, stop_ids: frozenset[int]) -> Foun
     while True:
         logits = model(torch.tensor(known)).logits[:, -1].float()
         values, ids = torch.log_softmax(logits, -1).topk(min(wanted, logits.shape[-1]))
-        candidates = [
-            list(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)
-        ]
+        candidates = list(map(Candidates, ids.tolist(), values.tolist()))
         going_on = beams.advance(known, candidates, TABLE)
         if beams.is_done:
             return Found(beams, settled, num_filled)
@@ -252,7 +251,7 @@ def test_a_width_of_one_takes_the_best_token(model: Any) -> None:
 def test_a_vocabulary_smaller_than_the_width() -> None:
     params = SamplingParams(use_beam_search=True, beam_width=4, max_tokens=3)
     beams = BeamSearch(params, num_prompt=1, max_tokens=3, stop_ids=frozenset({1}))
-    row = [(0, -1.0), (1, -1.5)]
+    row = Candidates([0, 1], [-1.0, -1.5])
     assert beams.advance([[0]], [row]) == ((0, 0),)
     assert beams.advance([[0, 0]], [row]) == ((0, 0),)
     assert beams.advance([[0, 0, 0]], [row]) == ()
@@ -268,9 +267,9 @@ def test_only_what_may_be_returned_holds_back_the_settled_prefix() -> None:
     """With n=1 that is the best that ended, beside those that run."""
     params = SamplingParams(use_beam_search=True, beam_width=2, length_penalty=0.0)
     beams = BeamSearch(params, num_prompt=1, max_tokens=9, stop_ids=frozenset({1}))
-    assert beams.advance([[0]], [[(5, -0.1), (1, -5.0)]]) == ((0, 5),)
+    assert beams.advance([[0]], [Candidates([5, 1], [-0.1, -5.0])]) == ((0, 5),)
     assert beams.settle([[0, 5]]) == []  # (1,) may be the answer
-    assert beams.advance([[0, 5]], [[(6, -0.1), (1, -0.9)]]) == ((0, 6),)
+    assert beams.advance([[0, 5]], [Candidates([6, 1], [-0.1, -0.9])]) == ((0, 6),)
     assert beams.settle([[0, 5, 6]]) == [(5, None)]  # (5, 1) may be, (1,) no longer
     assert beams.num_reported == 1
 
@@ -286,7 +285,8 @@ def test_no_more_hypotheses_are_made_than_go_on(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("streamer.core.beams.search.Continuation", make)
     params = SamplingParams(use_beam_search=True, beam_width=64, max_tokens=3)
     beams = BeamSearch(params, num_prompt=1, max_tokens=3, stop_ids=NO_END)
-    row = [(token, -float(token)) for token in range(num_candidates(params, 0))]
+    tokens = range(num_candidates(params, 0))
+    row = Candidates(tokens, [-float(token) for token in tokens])
     assert len(beams.advance([[1]], [row])) == len(made) == 64
     assert len(beams.advance([[1, token] for token in range(64)], [row] * 64)) == 64
     assert len(made) == 128
