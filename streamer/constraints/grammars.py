@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from streamer.constraints.bounds import TOO_MANY, is_lark_too_crossed, is_too_crossed
+from streamer.constraints.bounds import lark_too_costly, too_costly
 from streamer.constraints.lark import TooLong
 from streamer.constraints.schemas import followable, without_one
 from streamer.constraints.tags import BadTag, Tags
@@ -292,8 +292,8 @@ def source_of(grammar: Grammar, special: Mapping[int, bytes]) -> str:
         except (BadTag, TooLong) as error:
             raise refusal(grammar, str(error)) from None
     else:
-        if grammar.kind == "grammar" and is_lark_too_crossed(text):
-            raise refusal(grammar, TOO_MANY)
+        if grammar.kind == "grammar" and (why := lark_too_costly(text)) is not None:
+            raise refusal(grammar, why)
         source = LLMatcher.grammar_from_lark(text)
     return str(source)
 
@@ -320,8 +320,8 @@ def _schema(schema: Any, grammar: Grammar, settings: object = None) -> str:
         schema = {}
     if not isinstance(schema, dict):
         raise refusal(grammar, f"a schema is an object, got {type(schema).__name__}")
-    if is_too_crossed(schema):
-        raise refusal(grammar, TOO_MANY)
+    if (why := too_costly(schema)) is not None:
+        raise refusal(grammar, why)
     # llguidance's own settings are not a caller's
     found = {key: value for key, value in followable(schema).items() if key != "x-guidance"}
     if settings is not None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from streamer.constraints.bounds import TOO_MANY, is_too_crossed
+from streamer.constraints.bounds import MAX_REMAINDERS, TOO_DIVIDED, remainders, too_costly
 from streamer.constraints.schemas import followable
 
 ANY: Final = "/(?s:.*)/"
@@ -78,6 +78,7 @@ class Lark:
         self.marks = marks
         self._names: dict[str, str] = {}
         self._num_bytes = 0
+        self._remainders = 0
 
     def rule(self, body: str) -> str:
         """The name of a rule with this body."""
@@ -92,9 +93,12 @@ class Lark:
         return self._named(f": ({body})", "T")
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """The name of a rule for JSON of this schema; TooLong if it intersects too much."""
-        if is_too_crossed(schema):
-            raise TooLong(TOO_MANY)
+        """The name of a rule for JSON of this schema; TooLong if that costs too much."""
+        if (why := too_costly(schema)) is not None:
+            raise TooLong(why)
+        self._remainders += remainders(schema)
+        if self._remainders > MAX_REMAINDERS:
+            raise TooLong(TOO_DIVIDED)
         return self.rule(f"%json {encode(followable(schema)).decode()}")
 
     def written(self, text: str) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
 import msgspec
 import pytest
 
-from streamer.constraints.bounds import MAX_CROSSED, is_lark_too_crossed, is_too_crossed
+from streamer.constraints.bounds import MAX_CROSSED, lark_too_costly, too_costly
 from streamer.constraints.grammars import Grammars, Vocabulary
+from streamer.constraints.lark import Lark, Marks, TooLong
 from streamer.core.sampling import Grammar
 from streamer.errors import InvalidRequest
 from tests.constraints.test_masks import END, TOKENS
@@ -56,17 +58,54 @@ def test_many_patterns_that_may_meet_are_refused_at_once(schema: Any) -> None:
     ids=["apart", "alternatives", "a note", "few"],
 )
 def test_patterns_that_do_not_meet_may_be_many(schema: Any) -> None:
-    assert not is_too_crossed(schema)
+    assert too_costly(schema) is None
 
 
 def test_operators_of_lark_are_counted_where_they_are_operators() -> None:
     names = [f"A{i}" for i in range(MAX_CROSSED + 2)]
     crossed = "start: X\nX: " + " & ".join(names)
-    assert is_lark_too_crossed(crossed)
+    assert lark_too_costly(crossed)
     with pytest.raises(InvalidRequest, match="& and ~ in Lark"):
         grammars_of_bytes().compile(Grammar("grammar", crossed))
-    assert not is_lark_too_crossed(
-        'start: "' + "&" * 20 + '" /' + "~&" * 20 + "/ // & & & & & & & & &"
+    assert (
+        lark_too_costly('start: "' + "&" * 20 + '" /' + "~&" * 20 + "/ // & & & & & & & & &")
+        is None
     )
     nested = "start: %json " + msgspec.json.encode({"allOf": PATTERNS}).decode() + "\n"
-    assert is_lark_too_crossed(nested)
+    assert lark_too_costly(nested)
+
+
+MULTIPLES: list[Any] = [
+    {"type": "integer", "multipleOf": 99_999_989},
+    {"type": "number", "multipleOf": 0.0000300007},
+    {"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]},
+    {"properties": {f"p{n}": {"type": "integer", "multipleOf": n} for n in range(9000, 9100)}},
+    {"multipleOf": 10**400 + 1},
+]
+
+
+@pytest.mark.parametrize("schema", MULTIPLES, ids=lambda schema: str(schema)[:40])
+def test_multiples_that_take_minutes_are_refused_at_once(schema: Any) -> None:
+    """One of 40 bytes held a thread for minutes, two of them ended the engine."""
+    began = time.thread_time()
+    with pytest.raises(InvalidRequest, match="multipleOf: its numbers"):
+        grammars_of_bytes().compile(Grammar("json", json.dumps(schema)))
+    with pytest.raises(InvalidRequest, match="multipleOf: its numbers"):
+        grammars_of_bytes().compile(Grammar("grammar", f"start: %json {json.dumps(schema)}"))
+    assert time.thread_time() - began < 1.0
+
+
+def test_multiples_of_many_schemas_add_up() -> None:
+    lark = Lark(Marks({}, ()))
+    for i in (9973, 9967):
+        lark.json({"type": "integer", "multipleOf": i})
+    with pytest.raises(TooLong, match="multipleOf"):
+        lark.json({"type": "integer", "multipleOf": 9949})
+
+
+@pytest.mark.parametrize("number", [0.01, 7, 9973, 1e-9, 250, 1_000_000])
+def test_multiples_in_use_are_followed(number: float) -> None:
+    schema = {"type": "number", "multipleOf": number}
+    began = time.thread_time()
+    grammars_of_bytes().compile(Grammar("json", json.dumps(schema)))
+    assert time.thread_time() - began < 1.0
