@@ -24,7 +24,7 @@ from streamer.config import SECRET
 from streamer.errors import ConfigError, RankFailed
 from streamer.handshake import challenge, read_secret
 from streamer.model.ranks import processes, wire
-from streamer.model.ranks.group import LOOPBACK, Group, OtherLeft, Seat
+from streamer.model.ranks.group import LOOPBACK, Group, Seat
 from streamer.model.ranks.reception import Reception
 from streamer.model.ranks.store import FirstStore
 from streamer.model.ranks.worker import BEAT_S
@@ -128,7 +128,7 @@ class Leader:
         try:
             self._group = group = Group(seat, self._store)
         except Exception as error:
-            raise self.reason(OtherLeft(str(error))) from error
+            raise self.reason(error) from error
         group.meet = lambda: self._meet(weights, go_on)
         return group
 
@@ -145,10 +145,8 @@ class Leader:
         self._wait(lambda: all(other.is_ready for other in self._others), go_on)
 
     def reason(self, error: Exception) -> Exception:
-        """Why a step failed here: the rank that is gone, stumbled or is furthest behind, or `error`
-        itself, if that is this rank's own."""
-        if not isinstance(error, (OtherLeft, OSError)):
-            return error
+        """Why a sum failed here, or a message could not be sent: the rank that is gone, stumbled or
+        is furthest behind."""
         with self._changed:
             self._changed.wait_for(self._is_clear, REASON_S)
             if self.failure is None and not self._is_clear():
@@ -161,7 +159,7 @@ class Leader:
                 if other.stumbled is not None and not other.stumbled.is_other:
                     kind = MemoryError if other.stumbled.is_memory else RuntimeError
                     return kind(f"{other.name}: {other.stumbled.error}")
-        return error  # they are all there: a connection between two of them broke
+        return RuntimeError(f"a connection between two ranks broke: {error}")
 
     def meet_again(self, launched: int) -> None:
         """Let all ranks forget what they had and meet anew; RankFailed where one can't."""
@@ -173,7 +171,7 @@ class Leader:
             if self._group is not None:
                 self._group.meet_again(self._meetings)
         except Exception as error:
-            raise self.reason(OtherLeft(str(error))) from error
+            raise self.reason(error) from error
         self.wait_ready(lambda _: None)
 
     def close(self) -> None:

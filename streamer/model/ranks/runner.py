@@ -18,7 +18,7 @@ from streamer.errors import RankFailed
 from streamer.model.inspect import Recognized
 from streamer.model.loader import progress_bars
 from streamer.model.ranks import wire
-from streamer.model.ranks.group import Group
+from streamer.model.ranks.group import Group, OtherLeft
 from streamer.model.ranks.leader import Leader
 from streamer.model.runner.cpu import CpuRunner, Done
 from streamer.model.runner.cuda import CudaInFlight, CudaRunner
@@ -107,14 +107,14 @@ class RankedRunner:
         try:
             self._leader.send(wire.Launch(plan, self._drawn, self._copies_done))
             return _InFlight(self._runner.launch(plan), self)
-        except Exception as error:
+        except (OtherLeft, OSError) as error:
             raise self._leader.reason(error) from error
 
     def collect(self, in_flight: Done | CudaInFlight) -> StepResult:
         """The result of a launched plan."""
         try:
             result = in_flight.collect()
-        except Exception as error:
+        except OtherLeft as error:
             raise self._leader.reason(error) from error
         self._drawn = wire.Checksum.of(result)
         return result

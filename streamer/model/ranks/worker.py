@@ -178,7 +178,7 @@ class Rank:
         log.error("step %d failed", self._plan, exc_info=error)
         self._group.leave()
         is_memory, is_other = isinstance(error, MemoryError), isinstance(error, OtherLeft)
-        self._channel.send(wire.Stumbled(_text(error), is_memory, is_other))
+        self._channel.send(wire.Stumbled(str(error)[:1000], is_memory, is_other))
 
     def _begin_anew(self, runner: CpuRunner | CudaRunner, reset: wire.Reset) -> _Plans:
         runner.reset(reset.launched)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +18,12 @@ from msgspec.structs import replace
 
 from streamer import AsyncEngine, ConfigError, RankFailed, SamplingParams
 from streamer.config import Config
+from streamer.core.plan import Plan
 from streamer.engine.engine import GenerateRequest
 from streamer.kernels import ops
-from streamer.model.ranks import leader, processes, wire
+from streamer.model.ranks import leader, processes, runner, wire
 from streamer.model.ranks.runner import load_ranked
+from streamer.model.runner.cpu import CpuRunner, Done
 from tests.model.sync_engine import SyncEngine
 from tests.model.test_parity import MIXED
 from tests.model.test_speculation import (
@@ -97,7 +102,8 @@ def test_every_kind_of_request_has_the_answers_of_one_rank(
 
 def request(max_tokens: int) -> GenerateRequest:
     return GenerateRequest(
-        prompt=tuple(range(5, 25)), params=SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        prompt=tuple(range(5, 25)),
+        params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=3),
     )
 
 
@@ -177,6 +183,66 @@ def test_a_stop_while_the_ranks_start_ends_them_at_once(
     assert time.monotonic() - began < processes.END_S / 4
     assert not others()
     assert not capfd.readouterr().err
+
+
+FAULTY = """
+import sys
+from pathlib import Path
+from streamer import build
+from streamer.model.runner.cpu import CpuRunner
+launch = CpuRunner._launch
+def faulty(self, plan):
+    if plan.number == 6:
+        raise MemoryError("no memory for this")
+    return launch(self, plan)
+CpuRunner._launch = faulty
+grammars_of = build.read_tokenizer
+def slow(path):
+    Path({!r}).touch()
+    return grammars_of(path)
+build.read_tokenizer = slow
+sys.exit(build.run_rank())
+"""
+
+
+async def test_a_step_that_fails_on_one_rank_is_computed_again_by_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For want of memory on another rank; then here, within a step, while the other waits in a sum.
+
+    No request ends. Both ranks show how far they have loaded, and are ready before the engine is.
+    """
+    tokenizer = tmp_path / "read"
+    monkeypatch.setattr(processes, "PROGRAM", FAULTY.format(str(tokenizer)))
+    shown: set[tuple[int, int]] = set()
+
+    @contextlib.contextmanager
+    def bars(names: list[str], *_: object) -> Iterator[Callable[[int, int], None]]:
+        assert [name[-6:] for name in names] == ["rank 0", "rank 1"]
+        yield lambda index, done: shown.add((index, done))
+
+    monkeypatch.setattr(runner, "progress_bars", bars)
+    config = Config(model=None, tensor_parallel_size=2, **SETTINGS)
+    async with asyncio.timeout(DEADLINE_S), AsyncEngine.from_config(config) as engine:
+        assert tokenizer.exists()
+        assert {(0, 1), (0, 6), (1, 6)} <= shown
+        stream = engine.submit(request(60))
+        await stream.wait()
+        launch, faults = CpuRunner._launch, [RuntimeError("a kernel failed")]
+
+        def faulty(self: CpuRunner, plan: Plan) -> Done:
+            if faults and again.token_ids()[20:]:
+                raise faults.pop()
+            return launch(self, plan)
+
+        monkeypatch.setattr(CpuRunner, "_launch", faulty)
+        again = engine.submit(request(60))
+        await again.wait()
+        assert not faults
+        assert again.token_ids() == stream.token_ids()
+        assert len(again.token_ids()) == 60
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len([line for line in lines if "all is computed again" in line]) == 2
 
 
 def test_models_that_can_not_be_shared_are_refused(checkpoint: Any) -> None:
