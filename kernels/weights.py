@@ -86,20 +86,25 @@ def rows_of(weight: Weight, start: int, end: int) -> Weight:
     return _sliced(weight, slice(start, end), slice(None), slice(None), weight.group)
 
 
-def columns_of(weight: Weight, start: int, end: int) -> Weight:
-    """Columns from `start` up to `end`, in memory of their own.
+def has_columns(weight: Weight, start: int, end: int) -> bool:
+    """Whether columns from `start` up to `end` are a weight: whole groups, and in the order of
+    their scales (not GPTQ's desc_act)."""
+    if isinstance(weight, torch.Tensor):
+        return True
+    k, group = weight.shape[1], weight.group
+    is_whole = group >= k or not (start % group or (end % group and end != k))
+    return weight.permutation is None and is_whole
 
-    ValueError where that cuts a group, or columns are in another order than their scales'.
-    """
+
+def columns_of(weight: Weight, start: int, end: int) -> Weight:
+    """Columns from `start` up to `end`, in memory of their own; ValueError without has_columns."""
     if isinstance(weight, torch.Tensor):
         return weight[:, start:end].contiguous()
     k, group = weight.shape[1], weight.group
-    if weight.permutation is not None:
-        raise ValueError("its columns are in another order than those of its input (desc_act)")
+    if not has_columns(weight, start, end):
+        raise ValueError(f"columns {start} to {end} are no whole groups of {group}")
     if group >= k:
         return _sliced(weight, slice(None), slice(start, end), slice(None), end - start)
-    if start % group or (end % group and end != k):
-        raise ValueError(f"columns {start} to {end} cut its groups of {group}")
     groups = slice(start // group, -(-end // group))
     return _sliced(weight, slice(None), slice(start, end), groups, group)
 

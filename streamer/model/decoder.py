@@ -46,7 +46,7 @@ class DecoderLayer:
 
         def out_of(name: str, has_bias: bool) -> ops.Linear:
             part = _weight(kernels, source, [name], has_bias)
-            return part if shared is None else shared.summed(part)
+            return part if shared is None else shared.summed(part, name)
 
         self._kernels = kernels
         self._eps = c.rms_norm_eps

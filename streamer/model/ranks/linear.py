@@ -6,7 +6,7 @@ kernels.ops.Linear or Backend.embedding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,22 +26,26 @@ class Shared:
     """A decoder of which this rank computes a part, and the group that computes the others."""
 
     def __init__(self, config: DecoderConfig, group: Group) -> None:
-        parts = split(config, group.count)
+        self._parts = split(config, group.count)
         self.group = group
-        self.part: Part = parts[group.index]
-        self._sizes = [part.vocab.size for part in parts]
+        self.part: Part = self._parts[group.index]
 
     def source(self, source: RowSource) -> WeightSource:
         """The tensors of this rank's part."""
-        return PartSource(source, self.part, is_first=self.group.index == 0)
+        return PartSource(source, self._parts, self.group.index)
 
-    def summed(self, part: ops.Linear) -> ops.Linear:
-        """The matrix of which `part` has this rank's columns."""
-        return _Summed(part, self.group)
+    def summed(self, part: ops.Linear, module: str) -> ops.Linear:
+        """The matrix of which `part` has this rank's columns or, where those can't be divided, its
+        rows; what comes in are this rank's columns."""
+        if part.shape[0] == self.part.whole.hidden_size:
+            return _Summed(part, self.group)
+        columns = [found.size for each in self._parts if (found := each.columns(module))]
+        return _Gathered(part, self.group, columns, [each.hidden.size for each in self._parts])
 
     def head(self, part: ops.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
         """Logits of the whole vocabulary, where `part` gives those of this rank's tokens."""
-        return lambda x: self.group.concatenate(part(x), self._sizes)
+        sizes = [each.vocab.size for each in self._parts]
+        return lambda x: self.group.concatenate(part(x), sizes)
 
     def embedding(self, part: Embedding) -> Embedding:
         """Embeddings of all tokens, where `part` has those of this rank's."""
@@ -66,6 +70,29 @@ class _Summed:
     def __call__(self, x: torch.Tensor, *, add_to: torch.Tensor | None = None) -> torch.Tensor:
         """See ops.Linear; what it is added to is the same on every rank, and is added once."""
         product = self._group.sum(self._part(x))
+        return product if add_to is None else add_to.add_(product)
+
+    def rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See ops.Linear."""
+        raise NotImplementedError("no table is split by its columns")
+
+
+class _Gathered:
+    """See Shared.summed. Its numbers are those of one rank, to the last bit."""
+
+    def __init__(
+        self, part: ops.Linear, group: Group, columns: Sequence[int], rows: Sequence[int]
+    ) -> None:
+        self.shape = part.shape
+        self._part = part
+        self._group = group
+        self._columns = columns
+        self._rows = rows
+
+    def __call__(self, x: torch.Tensor, *, add_to: torch.Tensor | None = None) -> torch.Tensor:
+        """See ops.Linear."""
+        product = self._part(self._group.concatenate(x, self._columns))
+        product = self._group.concatenate(product, self._rows)
         return product if add_to is None else add_to.add_(product)
 
     def rows(self, tokens: torch.Tensor) -> torch.Tensor:

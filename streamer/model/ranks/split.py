@@ -9,13 +9,14 @@ called by load.py, and by decoder.py for the layers of linear.py.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from msgspec.structs import replace
 
 from streamer.errors import ConfigError
-from streamer.kernels.weights import Weight, columns_of
+from streamer.kernels.weights import Weight, columns_of, has_columns, rows_of
 from streamer.model.families import DecoderConfig
 from streamer.model.layers import WeightSource
 
@@ -63,7 +64,8 @@ def split(config: DecoderConfig, count: int) -> list[Part]:
     vocab = spans(config.vocab_size, count)
     if min(part.size for part in (*inner, *vocab)) < 1:
         raise _unfit(config, count, "intermediate_size", config.intermediate_size)
-    return [Part(config, *spans_) for spans_ in zip(heads, kv, inner, vocab, strict=True)]
+    hidden = spans(config.hidden_size, count, 16 if config.hidden_size >= 16 * count else 1)
+    return [Part(config, *found) for found in zip(heads, kv, inner, vocab, hidden, strict=True)]
 
 
 def _has(config: DecoderConfig, unit: int, count: int) -> bool:
@@ -89,13 +91,15 @@ def _unfit(config: DecoderConfig, count: int, name: str, size: int) -> ConfigErr
 
 
 class Part(NamedTuple):
-    """One rank's part of a decoder: its heads, KV heads, feed-forward columns and tokens."""
+    """One rank's part of a decoder: its heads, KV heads, feed-forward columns and tokens; `hidden`:
+    its rows of a matrix whose columns can't be divided."""
 
     whole: DecoderConfig
     heads: Span
     kv_heads: Span
     inner: Span
     vocab: Span
+    hidden: Span
 
     @property
     def config(self) -> DecoderConfig:
@@ -145,16 +149,19 @@ class PartSource:
     """A decoder's WeightSource that has a part's rows and columns of another one's matrices.
 
     Of a matrix split by rows the source reads what it must; one split by columns is whole for as
-    long as it takes to read it. The bias of a sum over ranks is the first
-    rank's, and zeros elsewhere.
+    long as it takes to read it. Where its quantization does not let columns be divided, on some
+    rank, it is split by rows on all. The bias of a sum over ranks is the first rank's, and zeros
+    elsewhere.
     """
 
-    def __init__(self, source: RowSource, part: Part, *, is_first: bool) -> None:
+    def __init__(self, source: RowSource, parts: Sequence[Part], index: int) -> None:
         self.dtype = source.dtype
         self.device = source.device
         self._source = source
-        self._part = part
-        self._is_first = is_first
+        self._parts = parts
+        self._part = parts[index]
+        self._is_first = index == 0
+        self._undivided: set[str] = set()  # modules
 
     def take(self, name: str) -> torch.Tensor:
         """See layers.WeightSource."""
@@ -162,6 +169,8 @@ class PartSource:
         module, _, kind = name.rpartition(".")
         if kind != "bias":
             return found
+        if module in self._undivided:
+            return found[slice(*self._part.hidden)].clone()
         if self._part.columns(module) is not None:
             return found if self._is_first else torch.zeros_like(found)
         rows = self._part.rows(module)
@@ -175,10 +184,11 @@ class PartSource:
         found = self._source.weight(module)
         if columns is None:
             return found
-        try:
+        of_all = [part.columns(module) for part in self._parts]
+        if all(has_columns(found, *span) for span in of_all if span is not None):
             return columns_of(found, *columns)
-        except ValueError as e:
-            raise ConfigError(f"{FIELD}: {module} can't be split: {e}", param=FIELD) from e
+        self._undivided.add(module)
+        return rows_of(found, *self._part.hidden)
 
     def layer_done(self) -> None:
         """See layers.WeightSource."""
