@@ -26,8 +26,8 @@ from streamer.server.parsing.tools import ToolDefinition
 
 KIND: Final = "calls"  # of a Grammar that is made here
 MAX_DEPTH: Final = 60  # brackets within brackets, of a schema
-# CPU seconds of looking for the tools that can't be followed: 1,024 small ones, none of which can
-# be, take 0 s (EPYC Zen 5, 2026-11-23).
+# CPU seconds of looking for the tools that can't be followed: 10 of 1,024 are found in 0.6 s, and
+# of 300 large ones all in 1.9 s (EPYC Zen 5, busy, 2026-11-23).
 MAX_SEARCH_S: Final = 2.0
 GAP: Final = '"\\n"?'  # between the parts of a call: as the model's template has it or not
 OBJECT: Final[Schema] = {"type": "object"}
