@@ -91,7 +91,7 @@ ROOMS = {
         "",
         lazy_rooms=ANY,
         lazy_packages=ANY,
-        never="torch streamer.model streamer.server",
+        never="torch streamer.model",
     ),
     "fake": _room("core tokenizer", lazy_rooms="engine", lazy_packages="tokenizers"),
     "inside": _room("core loadtest", "*", lazy_rooms=ANY),

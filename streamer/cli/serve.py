@@ -72,10 +72,10 @@ def _start_log(config: Config) -> None:
 
 
 async def _serve(config: Config, console: Console) -> int:
-    from streamer.engine.engine import AsyncEngine
+    from streamer.build import engine_of
     from streamer.server.lifecycle import serve
 
-    engine = AsyncEngine.from_config(config)
+    engine = engine_of(config)
     is_text = config.log_format == "text"  # in JSON the log has a line for it
     code = await serve(
         engine,

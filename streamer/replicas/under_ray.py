@@ -1,0 +1,340 @@
+"""Replicas and ingresses as deployments of Ray Serve, which starts, watches, scales and ends them.
+
+`build` is the application for `serve run` and KubeRay; launch.py has replicas alone. Tokens go over
+the sockets of ReplicaServer and Cluster, never through Ray. Ray is imported when it is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from streamer.config import Config, load_config, settings
+from streamer.errors import ConfigError
+from streamer.replicas.directory import RENEW_S, Directory
+
+if TYPE_CHECKING:
+    from streamer.replicas.messages import Member
+
+NAMESPACE: Final = "streamer"
+# Of no use to a replica, and Ray keeps what it is given.
+SECRETS: Final = ("api_key", "key_limits", "metrics_key")
+# Serve's default of 5 requests at once is for functions; admission is ours (server/admission.py).
+MAX_REQUESTS: Final = 1 << 14
+HEALTH_PERIOD_S: Final = 1.0
+HEALTH_TIMEOUT_S: Final = 10.0
+STOP_S: Final = 15.0  # beyond drain_timeout, for what ends after it
+
+log = logging.getLogger(__name__)
+
+
+def import_serve() -> Any:
+    """ray.serve; ConfigError where Ray is not installed."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else it reports to its makers
+    try:
+        from ray import serve
+    except ImportError as error:
+        raise ConfigError(
+            f"replicas: Ray Serve is not installed here ({error}); "
+            "pip install 'streamer-llm[ray]' brings it",
+            param="replicas",
+        ) from None
+    return serve
+
+
+# ---------------------------------------------------------------- the directory
+
+
+class DirectoryActor:
+    """The Directory of one application, in an actor that Ray starts again with the same secret."""
+
+    def __init__(self, secret: bytes) -> None:
+        import ray
+
+        self._secret = secret
+        is_restarted = ray.get_runtime_context().was_current_actor_reconstructed
+        self._directory = Directory(time.monotonic(), is_restarted=is_restarted)
+
+    async def secret(self) -> bytes:
+        """What ingresses and replicas prove to each other."""
+        return self._secret
+
+    async def claim(self, holder: str) -> str | None:
+        """See Directory.claim."""
+        return self._directory.claim(holder, time.monotonic())
+
+    async def renew(self, name: str, holder: str, address: str) -> bool:
+        """See Directory.renew."""
+        return self._directory.renew(name, holder, address, time.monotonic())
+
+    async def release(self, name: str, holder: str) -> None:
+        """See Directory.release."""
+        self._directory.release(name, holder)
+
+    async def members(self) -> dict[str, str]:
+        """See Directory.members."""
+        return self._directory.members(time.monotonic())
+
+
+def open_directory(application: str, secret: bytes | None = None) -> Any:
+    """The directory's actor, made by the first to ask; `secret` is its own where it is made."""
+    import ray
+
+    return (
+        ray.remote(DirectoryActor)
+        .options(
+            name=f"directory of {application}",
+            namespace=NAMESPACE,
+            get_if_exists=True,
+            lifetime="detached",
+            num_cpus=0,
+            max_restarts=-1,
+            max_task_retries=-1,
+        )
+        .remote(secret or secrets.token_bytes(32))
+    )
+
+
+def members_of(directory: Any) -> Callable[[], Any]:
+    """What a Cluster asks for the replicas that there are."""
+
+    async def members() -> Sequence[Member]:
+        from streamer.replicas.messages import Member
+
+        found: dict[str, str] = await directory.members.remote()
+        return [Member(name, address) for name, address in found.items()]
+
+    return members
+
+
+# ---------------------------------------------------------------- deployments
+
+
+class Replica:
+    """A whole engine in a process of Ray's.
+
+    values  a Config without its secrets, as plain values
+    """
+
+    async def __init__(self, values: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
+        import ray
+
+        from streamer.replicas.replica import ReplicaServer
+
+        config = msgspec.convert(values, Config)
+        _set_up_process(config)
+        self._drain_s = config.drain_timeout
+        self._holder = secrets.token_hex(8)
+        self._directory = open_directory(import_serve().get_replica_context().app_name)
+        self._name = await self._claim()
+        self._server = ReplicaServer(
+            config,
+            name=self._name,
+            secret=await self._directory.secret.remote(),
+            host=ray.util.get_node_ip_address(),
+        )
+        self._renewing = asyncio.create_task(self._renew())
+        try:
+            await self._server.start()
+        except BaseException:
+            await self._end()
+            raise
+        log.info("replica %s takes requests at %s", self._name, self._server.address)
+
+    async def check_health(self) -> None:
+        """Called by Ray Serve, which replaces a replica where this raises."""
+        if self._server.is_dead:
+            raise RuntimeError(f"the engine of replica {self._name} died")
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What scaling.py decides by."""
+        load = self._server.load
+        return {
+            "queued_tokens": load.queued_tokens,
+            "row_use": load.rows / load.rows_total,
+            "kv_use": load.kv_use,
+        }
+
+    async def __del__(self) -> None:
+        """Called by Ray Serve before it ends the process: its requests go on elsewhere."""
+        await self._server.drain(self._drain_s)
+        await self._end()
+
+    async def _end(self) -> None:
+        self._renewing.cancel()
+        await self._server.aclose()
+        await self._directory.release.remote(self._name, self._holder)
+
+    async def _claim(self) -> str:
+        while True:
+            name: str | None = await self._directory.claim.remote(self._holder)
+            if name is not None:
+                return name
+            await asyncio.sleep(RENEW_S)
+
+    async def _renew(self) -> None:
+        """Hold the name. A process that stood still so long that another has it ends at once."""
+        import ray
+
+        while True:
+            with contextlib.suppress(ray.exceptions.RayError):
+                is_ours = await self._directory.renew.remote(
+                    self._name, self._holder, self._server.address
+                )
+                if not is_ours:
+                    log.critical("replica %s is another process by now", self._name)
+                    os._exit(1)
+            await asyncio.sleep(RENEW_S)
+
+
+class Ingress:
+    """The server's application over all replicas, for Ray Serve's proxies.
+
+    arguments  as `build` has them; secrets come from this process's environment as well
+    replicas   the handle that makes them a part of this application
+    """
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, arguments: dict[str, Any], replicas: object
+    ) -> None:
+        from streamer.replicas.cluster import Cluster
+        from streamer.server.app import build_service_app
+        from streamer.server.service import Service
+        from streamer.server.telemetry.tracing import make_tracer
+
+        del replicas
+        self._config = config = config_of(arguments)
+        _set_up_process(config)
+        directory = open_directory(import_serve().get_replica_context().app_name)
+        secret = await directory.secret.remote()
+        self._engine = Cluster(config, members_of(directory), secret)
+        self._service = Service(self._engine, config, make_tracer(config.otlp_endpoint))
+        self.asgi = build_service_app(self._service)
+        await self._engine.start()
+
+    async def check_health(self) -> None:
+        """Called by Ray Serve, which replaces an ingress where this raises."""
+        if self._engine.is_dead:
+            raise RuntimeError("the ingress died of an internal error")
+
+    async def __del__(self) -> None:
+        """Called by Ray Serve before it ends the process, when no request is open any more."""
+        self._service.begin_drain(0.0)
+        await self._engine.aclose()
+
+
+async def asgi(scope: Any, receive: Any, send: Any) -> None:
+    """The ASGI application of the ingress that this process is."""
+    if scope["type"] == "lifespan":
+        await receive()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await send({"type": "lifespan.shutdown.complete"})
+        return
+    await import_serve().get_replica_context().servable_object.asgi(scope, receive, send)
+
+
+def _make_asgi() -> Any:
+    return asgi
+
+
+def _set_up_process(config: Config) -> None:
+    from streamer.cli.serve import SWITCH_INTERVAL_S
+    from streamer.server.telemetry.logs import setup
+
+    setup(config.log_level, config.log_format)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+
+# ---------------------------------------------------------------- applications
+
+
+def build(arguments: dict[str, Any]) -> Any:
+    """The application `serve run streamer.replicas.under_ray:build`.
+
+    arguments  settings by name, from the command line (`key=value`) or `args` of Serve's config
+               file; STREAMER_... of the cluster's environment is beneath them
+
+    Its deployments are Ingress and Replica: `deployments` of the config file sets their number,
+    autoscaling and resources. Raises ConfigError for what no server could be started with.
+    """
+    serve = import_serve()
+    config = config_of(arguments)
+    if not (config.api_key or config.allow_public_bind):
+        raise ConfigError(
+            "Ray Serve's proxy decides where it listens, so set STREAMER_API_KEY for the "
+            "ingresses, or allow_public_bind=true where every caller may use the engine",
+            param="api_key",
+        )
+    ingress = serve.deployment(
+        serve.ingress(_make_asgi)(Ingress),
+        name="Ingress",
+        num_replicas=1,
+        max_ongoing_requests=MAX_REQUESTS,
+        ray_actor_options={"num_cpus": 0.1},
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        graceful_shutdown_wait_loop_s=0.2,
+        graceful_shutdown_timeout_s=config.drain_timeout + STOP_S,
+    )
+    return ingress.bind(arguments, replicas_of(config))
+
+
+def replicas_of(config: Config) -> Any:
+    """The application of config.replicas replicas without an ingress."""
+    serve = import_serve()
+    deployment = serve.deployment(
+        Replica,
+        name="Replica",
+        num_replicas=config.replicas,
+        ray_actor_options=resources(config),
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        graceful_shutdown_wait_loop_s=0.1,  # no request comes through Ray
+        graceful_shutdown_timeout_s=config.drain_timeout + STOP_S,
+    )
+    plain: dict[str, Any] = msgspec.to_builtins(config)
+    return deployment.bind({name: v for name, v in plain.items() if name not in SECRETS})
+
+
+def config_of(arguments: Mapping[str, Any]) -> Config:
+    """The Config of an application's arguments over this process's environment."""
+    known = [setting.name for setting in settings()]
+    for name in arguments:
+        if name not in known:
+            raise ConfigError(f"{name} is not a setting", param=name)
+    return load_config({name: _as_flag(value) for name, value in arguments.items()}, os.environ)
+
+
+def _as_flag(value: Any) -> Any:
+    if isinstance(value, dict):
+        return msgspec.json.encode(value).decode()
+    if isinstance(value, list):
+        return [str(item) for item in value]
+    return value
+
+
+def resources(config: Config) -> dict[str, float]:
+    """What Ray sets aside for one replica: a GPU for each rank, or its share of a machine's cores.
+
+    The shares are those of the smallest machine, if replicas are spread evenly.
+    """
+    import ray
+
+    nodes = [n["Resources"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU")]
+    has_gpus = any(node.get("GPU") for node in nodes)
+    if config.device == "cuda" or (config.device == "auto" and has_gpus):
+        return {"num_cpus": 1, "num_gpus": config.tensor_parallel_size}
+    per_node = math.ceil(config.replicas / max(1, len(nodes)))
+    cores = min((node["CPU"] for node in nodes), default=1.0) / per_node
+    return {"num_cpus": math.floor(cores) if cores >= 1 else cores}
