@@ -159,8 +159,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         int | None, Meta(description="seed of the random seeds given to requests without one")
     ] = None
     replicas: Annotated[
-        Annotated[int, Meta(ge=1, le=1024)],
-        Meta(description="engines that Ray starts, each with its own cores or GPUs; 1: no Ray"),
+        Annotated[int, Meta(ge=1, le=1024)], Meta(description="engines that Ray starts; 1: no Ray")
     ] = 1
     tensor_parallel_size: Annotated[
         Annotated[int, Meta(ge=1, le=64)],

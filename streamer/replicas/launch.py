@@ -32,6 +32,8 @@ class RayCluster(Cluster):
     """config.replicas replicas and this process's ingress; used as an AsyncEngine is."""
 
     def __init__(self, config: Config) -> None:
+        if config.nnodes > 1:
+            raise ConfigError("replicas: each has all its ranks on one host", param="replicas")
         under_ray.import_serve()
         self._application = f"streamer-{secrets.token_hex(4)}"
         self._directory_actor: Any = None
@@ -63,7 +65,7 @@ class RayCluster(Cluster):
             await asyncio.to_thread(self._stop)
 
     async def _members(self) -> Sequence[Member]:
-        """Starts Ray when it is first called: the tokenizer is loaded then, the model's name good."""
+        """Starts Ray when first called: the tokenizer is loaded then, and the model's name good."""
         if self._launching is None:
             self._launching = asyncio.create_task(self._launch())
         await self._is_open.wait()
