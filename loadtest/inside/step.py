@@ -134,8 +134,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Measure every case and print a table."""
-    from streamer.cli.loop import new_runner
-    from streamer.cli.serve import SWITCH_INTERVAL_S
+    from streamer.cli.loop import SWITCH_INTERVAL_S, new_runner
     from streamer.loadtest.inside.host import report_host
 
     switch_s = sys.getswitchinterval()

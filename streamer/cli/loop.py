@@ -7,6 +7,11 @@ from __future__ import annotations
 
 import asyncio
 
+# How long a thread waits for the GIL before it requests it. A loop that releases the GIL more often
+# than that, for a microsecond each time, keeps it: at 0.5 ms the engine's thread starved beside a
+# saturated loop (loadtest/inside/README.md).
+SWITCH_INTERVAL_S = 0.00005
+
 
 def new_runner() -> asyncio.Runner:
     """An asyncio.Runner; its first Ctrl-C cancels what runs, its second interrupts."""

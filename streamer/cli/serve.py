@@ -17,7 +17,7 @@ import time
 from typing import TYPE_CHECKING
 
 from streamer.cli.arguments import UsageError, add_config_flags, config_from
-from streamer.cli.loop import new_runner
+from streamer.cli.loop import SWITCH_INTERVAL_S, new_runner
 from streamer.errors import RankFailed, StreamerError
 
 if TYPE_CHECKING:
@@ -27,12 +27,6 @@ if TYPE_CHECKING:
     from streamer.core.sizes import ModelInfo
 
 log = logging.getLogger(__name__)
-
-# How long a thread waits for the GIL before it requests it. A loop that releases the GIL more often
-# than that, for a microsecond each time, keeps it: at 0.5 ms the engine's thread starved beside a
-# saturated loop (loadtest/inside/README.md).
-SWITCH_INTERVAL_S = 0.00005
-
 
 # Of the environment: when the ranks of this process failed, since it begins anew after that.
 FAILURES = "_STREAMER_RANKS_FAILED"

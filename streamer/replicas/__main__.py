@@ -56,8 +56,7 @@ def main() -> None:
     """Run the replica that standard input orders."""
     import msgspec
 
-    from streamer.cli.loop import new_runner
-    from streamer.cli.serve import SWITCH_INTERVAL_S
+    from streamer.cli.loop import SWITCH_INTERVAL_S, new_runner
     from streamer.config import Config
     from streamer.replicas.processes import Order
 

@@ -249,7 +249,7 @@ def _make_asgi() -> Any:
 
 
 def _set_up_process(config: Config) -> None:
-    from streamer.cli.serve import SWITCH_INTERVAL_S
+    from streamer.cli.loop import SWITCH_INTERVAL_S
     from streamer.server.telemetry.logs import setup
 
     setup(config.log_level, config.log_format)

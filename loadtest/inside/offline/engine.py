@@ -120,8 +120,7 @@ Line = Doing | Step | Found | Failed
 
 def main() -> None:
     """Run the job read from standard input."""
-    from streamer.cli.loop import new_runner
-    from streamer.cli.serve import SWITCH_INTERVAL_S
+    from streamer.cli.loop import SWITCH_INTERVAL_S, new_runner
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     assignment = msgspec.json.decode(sys.stdin.buffer.read(), type=Assignment)

@@ -55,8 +55,7 @@ class Found(msgspec.Struct, frozen=True):
 
 def main() -> None:
     """Answer the jobs on standard input until it ends."""
-    from streamer.cli.loop import new_runner
-    from streamer.cli.serve import SWITCH_INTERVAL_S
+    from streamer.cli.loop import SWITCH_INTERVAL_S, new_runner
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with new_runner() as runner:

@@ -112,8 +112,7 @@ class Record:
 
 def main() -> None:
     """Serve until standard input ends."""
-    from streamer.cli.loop import new_runner
-    from streamer.cli.serve import SWITCH_INTERVAL_S
+    from streamer.cli.loop import SWITCH_INTERVAL_S, new_runner
 
     order = msgspec.json.decode(sys.argv[1], type=Order)
     raise_file_limit()
