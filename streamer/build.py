@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from streamer.config import Config
     from streamer.constraints.grammars import Grammars
-    from streamer.engine.base import Engine
     from streamer.engine.core import ModelInfo, Owner, Runner, Tokenizer
     from streamer.tokenizer.tokenizer import Tokenizer as FolderTokenizer
 
@@ -79,17 +78,6 @@ def run_node(config: Config) -> int:
         raise ConfigError("node_rank: the fake model has no ranks", param="node_rank")
     folder = _checkpoint(config)
     return serve(_with_draft(_with_folder(config, folder), folder))
-
-
-def engine_of(config: Config) -> Engine:
-    """The engine of a Config: in this process, or as many replicas as it says; not started."""
-    if config.replicas > 1:
-        from streamer.replicas.launch import RayCluster
-
-        return RayCluster(config)
-    from streamer.engine.engine import AsyncEngine
-
-    return AsyncEngine.from_config(config)
 
 
 def run_rank() -> int:

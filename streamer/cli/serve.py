@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from streamer.config import Config
     from streamer.core.sizes import ModelInfo
+    from streamer.engine.base import Engine
 
 log = logging.getLogger(__name__)
 
@@ -65,11 +66,20 @@ def _start_log(config: Config) -> None:
     setup(config.log_level, config.log_format)
 
 
+def _engine_of(config: Config) -> Engine:
+    if config.replicas > 1:
+        from streamer.replicas.launch import RayCluster
+
+        return RayCluster(config)
+    from streamer.engine.engine import AsyncEngine
+
+    return AsyncEngine.from_config(config)
+
+
 async def _serve(config: Config, console: Console) -> int:
-    from streamer.build import engine_of
     from streamer.server.lifecycle import serve
 
-    engine = engine_of(config)
+    engine = _engine_of(config)
     is_text = config.log_format == "text"  # in JSON the log has a line for it
     code = await serve(
         engine,

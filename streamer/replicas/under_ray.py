@@ -1,7 +1,7 @@
-"""Replicas and ingresses as deployments of Ray Serve, which starts, watches, scales and ends them.
+"""Replicas as a deployment of Ray Serve, which starts, watches, scales and ends them.
 
-`build` is the application for `serve run` and KubeRay; launch.py has replicas alone. Tokens go over
-the sockets of ReplicaServer and Cluster, never through Ray. Ray is imported when it is used.
+launch.py has them below an ingress of its own, application.py beside ingresses. Tokens go over the
+sockets of ReplicaServer and Cluster, never through Ray. Ray is imported when it is used.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from streamer.config import Config, load_config, settings
+from streamer.config import Config
 from streamer.errors import ConfigError
 from streamer.replicas.directory import RENEW_S, Directory
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 NAMESPACE: Final = "streamer"
 # Of no use to a replica, and Ray keeps what it is given.
 SECRETS: Final = ("api_key", "key_limits", "metrics_key")
-# Serve's default of 5 requests at once is for functions; admission is ours (server/admission.py).
-MAX_REQUESTS: Final = 1 << 14
 HEALTH_PERIOD_S: Final = 1.0
 HEALTH_TIMEOUT_S: Final = 10.0
 STOP_S: Final = 15.0  # beyond drain_timeout, for what ends after it
@@ -132,7 +130,7 @@ class Replica:
         from streamer.replicas.replica import ReplicaServer
 
         config = msgspec.convert(values, Config)
-        _set_up_process(config)
+        set_up_process(config)
         self._drain_s = config.drain_timeout
         self._holder = secrets.token_hex(8)
         self._directory = open_directory(import_serve().get_replica_context().app_name)
@@ -197,97 +195,12 @@ class Replica:
             await asyncio.sleep(RENEW_S)
 
 
-class Ingress:
-    """The server's application over all replicas, for Ray Serve's proxies.
-
-    arguments  as `build` has them; secrets come from this process's environment as well
-    replicas   the handle that makes them a part of this application
-    """
-
-    async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, arguments: dict[str, Any], replicas: object
-    ) -> None:
-        from streamer.replicas.cluster import Cluster
-        from streamer.server.app import build_service_app
-        from streamer.server.service import Service
-        from streamer.server.telemetry.tracing import make_tracer
-
-        del replicas
-        self._config = config = config_of(arguments)
-        _set_up_process(config)
-        directory = open_directory(import_serve().get_replica_context().app_name)
-        secret = await directory.secret.remote()
-        self._engine = Cluster(config, members_of(directory), secret)
-        self._service = Service(self._engine, config, make_tracer(config.otlp_endpoint))
-        self.asgi = build_service_app(self._service)
-        await self._engine.start()
-
-    async def check_health(self) -> None:
-        """Called by Ray Serve, which replaces an ingress where this raises."""
-        if self._engine.is_dead:
-            raise RuntimeError("the ingress died of an internal error")
-
-    async def __del__(self) -> None:
-        """Called by Ray Serve before it ends the process, when no request is open any more."""
-        self._service.begin_drain(0.0)
-        await self._engine.aclose()
-
-
-async def asgi(scope: Any, receive: Any, send: Any) -> None:
-    """The ASGI application of the ingress that this process is."""
-    if scope["type"] == "lifespan":
-        await receive()
-        await send({"type": "lifespan.startup.complete"})
-        await receive()
-        await send({"type": "lifespan.shutdown.complete"})
-        return
-    await import_serve().get_replica_context().servable_object.asgi(scope, receive, send)
-
-
-def _make_asgi() -> Any:
-    return asgi
-
-
-def _set_up_process(config: Config) -> None:
+def set_up_process(config: Config) -> None:
     from streamer.cli.loop import SWITCH_INTERVAL_S
     from streamer.server.telemetry.logs import setup
 
     setup(config.log_level, config.log_format)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-
-
-# ---------------------------------------------------------------- applications
-
-
-def build(arguments: dict[str, Any]) -> Any:
-    """The application `serve run streamer.replicas.under_ray:build`.
-
-    arguments  settings by name, from the command line (`key=value`) or `args` of Serve's config
-               file; STREAMER_... of the cluster's environment is beneath them
-
-    Its deployments are Ingress and Replica: `deployments` of the config file sets their number,
-    autoscaling and resources. Raises ConfigError for what no server could be started with.
-    """
-    serve = import_serve()
-    config = config_of(arguments)
-    if not (config.api_key or config.allow_public_bind):
-        raise ConfigError(
-            "Ray Serve's proxy decides where it listens, so set STREAMER_API_KEY for the "
-            "ingresses, or allow_public_bind=true where every caller may use the engine",
-            param="api_key",
-        )
-    ingress = serve.deployment(
-        serve.ingress(_make_asgi)(Ingress),
-        name="Ingress",
-        num_replicas=1,
-        max_ongoing_requests=MAX_REQUESTS,
-        ray_actor_options={"num_cpus": 0.1},
-        health_check_period_s=HEALTH_PERIOD_S,
-        health_check_timeout_s=HEALTH_TIMEOUT_S,
-        graceful_shutdown_wait_loop_s=0.2,
-        graceful_shutdown_timeout_s=config.drain_timeout + STOP_S,
-    )
-    return ingress.bind(arguments, replicas_of(config))
 
 
 def replicas_of(config: Config) -> Any:
@@ -305,23 +218,6 @@ def replicas_of(config: Config) -> Any:
     )
     plain: dict[str, Any] = msgspec.to_builtins(config)
     return deployment.bind({name: v for name, v in plain.items() if name not in SECRETS})
-
-
-def config_of(arguments: Mapping[str, Any]) -> Config:
-    """The Config of an application's arguments over this process's environment."""
-    known = [setting.name for setting in settings()]
-    for name in arguments:
-        if name not in known:
-            raise ConfigError(f"{name} is not a setting", param=name)
-    return load_config({name: _as_flag(value) for name, value in arguments.items()}, os.environ)
-
-
-def _as_flag(value: Any) -> Any:
-    if isinstance(value, dict):
-        return msgspec.json.encode(value).decode()
-    if isinstance(value, list):
-        return [str(item) for item in value]
-    return value
 
 
 def resources(config: Config) -> dict[str, float]:

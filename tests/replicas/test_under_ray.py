@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from streamer.build import engine_of
 from streamer.config import Config
 from streamer.errors import ConfigError
-from streamer.replicas.under_ray import config_of
+from streamer.replicas.application import config_of
+from streamer.replicas.launch import RayCluster
 
 
 def test_without_ray_replicas_are_refused_with_what_is_missing(
@@ -17,7 +17,7 @@ def test_without_ray_replicas_are_refused_with_what_is_missing(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"streamer-llm\[ray\]") as refused:
-        engine_of(Config(model="fake", replicas=2))
+        RayCluster(Config(model="fake", replicas=2))
     assert refused.value.param == "replicas"
 
 
