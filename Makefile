@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve page test check clients json-suite overload chaos fuzz soak audit lock bench-page paper format demo-model chromium gpu gpu-tests gpu-bench clean
+.PHONY: help serve page test check clients cluster-tests json-suite overload chaos fuzz soak audit lock bench-page paper format demo-model chromium gpu gpu-tests gpu-bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -38,6 +38,10 @@ chaos: $(VENV)/.ready-dev ## kill a server at 100 random moments beneath its cli
 
 clients: $(VENV)/.ready-dev ## packages and programs of others against the server, each in an environment of its own
 	$(BIN)/python -m tests.clients.unchanged.run $(ARGS)
+
+cluster-tests: $(VENV)/.ready-dev ## the protocol's tests against a server over two replicas
+	TEST_REPLICAS=2 $(BIN)/python -m pytest -q tests/server/responses tests/server/transport/test_sse.py \
+		tests/server/transport/test_websocket.py tests/server/test_tool_calls.py tests/server/test_official_client.py $(ARGS)
 
 SUITE := jsonschema==4.25.1
 json-suite: $(VENV)/.ready-dev ## the public JSON Schema test suite, from PyPI's jsonschema, against grammars

@@ -338,6 +338,10 @@ class Engine(ABC):
         if stream is not None:
             stream.hold(False)
 
+    def named(self, request_id: str, prompt: Sequence[int], cache_salt: str) -> str:
+        """The id for a request of this prompt, perhaps with where it will run."""
+        return request_id
+
     def get(self, request_id: str) -> TokenStream | None:
         """A live or recently finished request's stream."""
         return self._streams.get(request_id)

@@ -60,12 +60,15 @@ class Prompts:
 
         return self._remember(*await self.run(work, size, salt), salt)
 
-    def hashes(self, prompt: tuple[int, ...], salt: bytes) -> tuple[bytes, ...]:
-        """Block hashes of a prompt: remembered, or computed here."""
+    def hashes(
+        self, prompt: tuple[int, ...], salt: bytes, *, is_kept: bool = False
+    ) -> tuple[bytes, ...]:
+        """Block hashes of a prompt: remembered, or computed here; `is_kept`: for another call."""
         if self.hasher is None:
             return ()
         if len(prompt) > INLINE_TOKENS:
-            known = self._hashed.pop((salt, prompt), None)
+            key = salt, prompt
+            known = self._hashed.get(key) if is_kept else self._hashed.pop(key, None)
             if known is not None:
                 return known
         return self.hasher.hash_blocks(prompt, salt)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -57,6 +58,8 @@ MAX_MOVES: Final = 5  # without a token in between
 ATTACH_S: Final = 5.0  # that a stream which was found waits for its reader at least
 NO_REPLICA_RETRY_S: Final = 2.0
 
+# An id is random digits, and the name of a replica: it may have moved since.
+NAMED: Final = re.compile(r"[0-9a-f]{24}([A-Za-z]\w*)$")
 log = logging.getLogger(__name__)
 
 
@@ -78,9 +81,19 @@ class _Readers:
 class _Search:
     """Replicas that are asked for a request."""
 
-    def __init__(self, asked: set[str]) -> None:
-        self.asked = asked
+    def __init__(self, request_id: str, links: Sequence[Link]) -> None:
+        self._request_id = request_id
+        self.num_asked = 0
+        self.asked: set[str] = set()
+        self.ask(links)
         self.found: asyncio.Future[TokenStream | None] = asyncio.get_running_loop().create_future()
+
+    def ask(self, links: Sequence[Link]) -> None:
+        """Ask these as well."""
+        self.num_asked += len(links)
+        for link in links:
+            self.asked.add(link.name)
+            link.send(messages.Attach(self._request_id))
 
 
 class Cluster(Engine):
@@ -249,6 +262,12 @@ class Cluster(Engine):
         finally:
             del self._settling[number]
 
+    def named(self, request_id: str, prompt: Sequence[int], cache_salt: str) -> str:
+        """The id, and the name of the replica that is the best for the prompt now."""
+        hashes = self._prompts.hashes(tuple(prompt), cache_salt.encode(), is_kept=True)
+        link = choose(self._links.usable, hashes)
+        return request_id if link is None else request_id + link.name
+
     async def find(self, request_id: str) -> TokenStream | None:
         """The stream of a request, which any ingress may have submitted."""
         stream = self.get(request_id)
@@ -256,12 +275,11 @@ class Cluster(Engine):
             return stream
         search = self._searches.get(request_id)
         if search is None:
-            links = self._links.connected
+            named = self._link_in(request_id)
+            links = self._links.connected if named is None else [named]
             if not links:
                 return None
-            search = self._searches[request_id] = _Search({link.name for link in links})
-            for link in links:
-                link.send(messages.Attach(request_id))
+            search = self._searches[request_id] = _Search(request_id, links)
         if await within(FIND_S, asyncio.shield(search.found)):
             return search.found.result()
         self._searches.pop(request_id, None)
@@ -279,7 +297,10 @@ class Cluster(Engine):
         request  where it is new; without it goes on from what its stream has
         """
         untried = [each for each in self._links.usable if each.name not in placed.tried]
-        link = choose(untried, placed.hashes)
+        parent = self._placed.get(placed.stream.request.share_with or "")
+        link = parent.link if parent is not None else self._link_in(placed.stream.request_id)
+        if link not in untried:
+            link = choose(untried, placed.hashes)
         if link is None:
             return False
         stream, context = placed.stream, None
@@ -299,6 +320,12 @@ class Cluster(Engine):
         if stream.is_paused:
             link.send(messages.Hold(stream.request_id, True))
         return True
+
+    def _link_in(self, request_id: str) -> Link | None:
+        """The replica that an id names."""
+        named = NAMED.search(request_id)
+        found = [link for link in self._links.connected if named and link.name == named[1]]
+        return found[0] if found else None
 
     def _move(self, placed: Placed) -> None:
         """Let a request go on in another replica, as soon as there is one."""
@@ -481,6 +508,8 @@ class Cluster(Engine):
             return
         search.asked.discard(link.name)
         stream = None if found.request is None else self._adopt(link, found, found.request)
+        if stream is None and not search.asked and search.num_asked == 1:  # it has moved
+            search.ask([each for each in self._links.connected if each is not link])
         if stream is not None or not search.asked:
             del self._searches[found.request_id]
             search.found.set_result(stream)
@@ -535,7 +564,7 @@ class Cluster(Engine):
 
     def _query(self, query: ViewQuery) -> None:
         """Ask the first replica: a page shows one scheduler."""
-        if self._state != "ready":
+        if self._state in ("new", "loading"):
             raise self.unavailable()
         self._queries.append(query)
         if self._viewed is not None:

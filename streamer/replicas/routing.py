@@ -7,7 +7,7 @@ Called by cluster.py for every request.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final, Protocol, TypeVar
 
 # A replica with a prefix may be busier than the least busy one by so much: half of its rows, or
@@ -16,7 +16,9 @@ IMBALANCE: Final = 0.5
 
 
 class Known:
-    """Hashes of blocks that a replica has computed, as many as it can keep; the oldest go first."""
+    """Hashes of blocks that a replica has computed, as many as it can keep; the oldest go first,
+    of a prompt its last ones.
+    """
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
@@ -25,10 +27,10 @@ class Known:
     def __len__(self) -> int:
         return len(self._hashes)
 
-    def add(self, hashes: Iterable[bytes]) -> None:
-        """The replica computes these blocks, or uses them again."""
+    def add(self, hashes: Sequence[bytes]) -> None:
+        """The replica computes these blocks of a prompt, or uses them again."""
         known = self._hashes
-        for each in hashes:
+        for each in reversed(hashes):
             known[each] = None
             known.move_to_end(each)
         while len(known) > self._max_blocks:

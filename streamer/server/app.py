@@ -93,7 +93,11 @@ class Api:
             parsing=prepared.parsing,
         )
         stream = service.submit(
-            prepared, prompt, new_id("chatcmpl-"), context=context, prediction=prediction
+            prepared,
+            prompt,
+            service.engine.named(new_id("chatcmpl-"), prompt, prepared.salt),
+            context=context,
+            prediction=prediction,
         )
         answer = chat_answer(service, stream)
         service.record(prepared, [stream])

@@ -144,6 +144,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--journal", action="store_true", help="run each case a second time, with a journal"
     )
+    parser.add_argument(
+        "--replicas",
+        type=_count,
+        default=0,
+        help="engines in so many other processes, on other cores than the server (0: in its own)",
+    )
     parser.add_argument("--no-memory", action="store_true", help="do not measure memory")
 
 
@@ -165,7 +171,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
                         below = cases[-1 - args.journal].events_per_s * args.load
                         rate = (below if args.rate is None else args.rate) / num_streams
                     for has_journal in (False, True)[: 1 + args.journal]:
-                        run = Run(transport, num_streams, rate, args.slow_readers, has_journal)
+                        run = Run(
+                            *(transport, num_streams, rate, args.slow_readers, has_journal),
+                            num_replicas=args.replicas,
+                        )
                         cases.append(measure(run, args.seconds))
                         live.update(_table(args.seconds, cases, yardsticks), refresh=True)
     if not args.no_memory:
@@ -199,14 +208,15 @@ class Run(NamedTuple):
     rate: float
     num_stuck: int = 0
     has_journal: bool = False
+    num_replicas: int = 0
 
 
 def measure(run: Run, seconds: float) -> StreamCase:
     """One run of one case."""
-    transport, num_streams, rate, num_stuck, has_journal = run
+    transport, num_streams, rate, num_stuck, has_journal, _ = run
     with (
         tempfile.TemporaryDirectory() as folder,
-        _server(num_streams, rate, num_stuck, folder if has_journal else "") as (server, port),
+        _server(run, folder if has_journal else "") as (server, port),
         _client(port, transport, num_streams, num_stuck) as client,
     ):
         before = _settled(server)
@@ -278,7 +288,7 @@ def measure_memory(transport: str, num_streams: int) -> Memory:
     """A stream's share of the server's resident memory, idle and active."""
     grown, num_tokens = [], 0
     for rate in (IDLE_RATE, ACTIVE_RATE):
-        with _server(num_streams, rate) as (server, port):
+        with _server(Run(transport, num_streams, rate)) as (server, port):
             with _client(port, transport, 1):
                 pass  # memory that the first request allocates for good is not a stream's
             before = server.ask("mark", Mark)
@@ -357,11 +367,17 @@ class Process:
 
 
 @contextlib.contextmanager
-def _server(
-    num_streams: int, rate: float, num_stuck: int = 0, journal: str = ""
-) -> Iterator[tuple[Process, int]]:
+def _server(run: Run, journal: str = "") -> Iterator[tuple[Process, int]]:
     """The server and its port."""
-    order = stream_server.Order(num_streams, MAX_TOKENS, rate, cores()[0], num_stuck, journal)
+    order = stream_server.Order(
+        run.num_streams,
+        MAX_TOKENS,
+        run.rate,
+        cores()[0],
+        run.num_stuck,
+        journal,
+        run.num_replicas,
+    )
     with contextlib.closing(Process(stream_server.__name__, order)) as process:
         yield process, process.wait(Ready).port
 

@@ -15,7 +15,9 @@ import threading
 import time
 from array import array
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -24,7 +26,10 @@ from streamer.loadtest.inside.stream.client import pin, raise_file_limit
 
 if TYPE_CHECKING:
     from streamer.core.plan import StepOutput
+    from streamer.engine.base import Engine
     from streamer.engine.engine import AsyncEngine
+    from streamer.replicas.link import Link
+    from streamer.replicas.processes import Processes
 
 BLOCK_SIZE = 1024  # large, so that the scheduler, which is not measured here, has little to do
 
@@ -34,6 +39,7 @@ class Order(msgspec.Struct, frozen=True):
 
     num_stuck  further streams that will be paused, since no client reads them
     journal    a folder for a journal; empty: none
+    num_replicas  processes that the engines are in; 0: the engine is in this one
     """
 
     num_streams: int
@@ -42,6 +48,7 @@ class Order(msgspec.Struct, frozen=True):
     core: int | None = None
     num_stuck: int = 0
     journal: str = ""
+    num_replicas: int = 0
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -87,8 +94,19 @@ class Record:
         self.num_tokens = 0
         self.loop_cpu_s = 0.0
         self.steady_from = -1
+        self.have_begun = False
         self.before: Counter[str] = Counter()
         self._num_streams = num_streams
+
+    def news(self, output: StepOutput) -> None:
+        """Record a replica's: several steps, perhaps, and each of some of the streams."""
+        self.sent.append(time.perf_counter())
+        self.lag_s.append(0.0)
+        self.loop_cpu_s = time.thread_time()
+        self.num_tokens += len(output.tokens)
+        if len(self.before) < self._num_streams:
+            self.before.update(output.request_ids)
+            self.have_begun = len(self.before) >= self._num_streams
 
     def step(self, output: StepOutput, sent: float) -> None:
         """Record a step."""
@@ -116,7 +134,8 @@ def main() -> None:
 
     order = msgspec.json.decode(sys.argv[1], type=Order)
     raise_file_limit()
-    pin(order.core)
+    if not order.num_replicas:
+        pin(order.core)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with new_runner() as runner:
         runner.run(_serve(order))
@@ -139,7 +158,42 @@ async def _serve(order: Order) -> None:
         tell(Ready(int(url.rpartition(":")[2])))
 
     config = _config(order)
-    await serve(_engine(config, record), config, on_ready=ready, stop=stop)
+    if not order.num_replicas:
+        await serve(_engine(config, record), config, on_ready=ready, stop=stop)
+        return
+    async with _replicas(config, order) as processes:
+        await serve(_cluster(config, processes, record), config, on_ready=ready, stop=stop)
+
+
+@asynccontextmanager
+async def _replicas(config: Config, order: Order) -> AsyncIterator[Processes]:
+    """Processes with the engines, on all cores but that of this one, which they outlast not."""
+    from streamer.replicas.processes import Processes
+
+    if order.core is not None:
+        os.sched_setaffinity(0, os.sched_getaffinity(0) - {order.core})
+    processes = Processes(config, order.num_replicas)
+    await processes.start()
+    pin(order.core)
+    try:
+        yield processes
+    finally:
+        await processes.stop()
+
+
+def _cluster(config: Config, processes: Processes, record: Record) -> Engine:
+    from streamer.replicas.cluster import Cluster
+    from streamer.replicas.messages import News
+
+    class Recorded(Cluster):
+        """Records what comes of replicas before it is distributed."""
+
+        def on_message(self, link: Link, message: Any) -> None:
+            if isinstance(message, News):
+                record.news(message.output)
+            super().on_message(link, message)
+
+    return Recorded(config, processes.members, processes.secret)
 
 
 def _config(order: Order) -> Config:
@@ -180,7 +234,7 @@ def _mark(record: Record) -> Mark:
         rss_bytes=_rss_bytes(),
         num_steps=len(record.sent),
         num_tokens=record.num_tokens,
-        is_steady=record.steady_from >= 0,
+        is_steady=record.have_begun or record.steady_from >= 0,
     )
 
 

@@ -56,12 +56,13 @@ Reply = Callable[[msgspec.Struct], None]
 
 
 class PendingCreate(msgspec.Struct, frozen=True):
-    """A checked response.create, waiting for its lane."""
+    """A checked response.create, waiting for its lane; `is_announced`: its client has its id."""
 
     response_id: str
     prepared: Prepared[ResponseCreate]
     settings: Settings
     steers: tuple[Steer, ...] = ()
+    is_announced: bool = False
 
     @property
     def lane(self) -> str | None:
@@ -155,7 +156,7 @@ class Lanes:
             )
         pending = PendingCreate(new_id("resp_"), prepared, settings)
         if body.stream_id in self._lanes:
-            self._wait_for_lane(pending)
+            self._wait_for_lane(msgspec.structs.replace(pending, is_announced=True))
         else:
             self._open_lane(body.stream_id, pending)
         self._queued_bytes += prepared.num_bytes
@@ -308,7 +309,12 @@ class Lanes:
         with service.working():
             self._starting[pending.response_id] = False
             try:
-                stream = await respond(service, pending.prepared, pending.response_id)
+                stream = await respond(
+                    service,
+                    pending.prepared,
+                    pending.response_id,
+                    is_announced=pending.is_announced,
+                )
             except StreamerError as e:
                 service.metrics.refused(e)
                 for steer in pending.steers:

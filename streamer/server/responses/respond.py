@@ -30,12 +30,21 @@ if TYPE_CHECKING:
 
 
 async def respond(
-    service: Service, prepared: Prepared[ResponseCreate], response_id: str
+    service: Service,
+    prepared: Prepared[ResponseCreate],
+    response_id: str,
+    *,
+    is_announced: bool = False,
 ) -> TokenStream:
-    """The stream of a new response; its body is checked and its caller admitted."""
+    """The stream of a new response; its body is checked and its caller admitted.
+
+    is_announced  its client has the id already: else the engine may add where it will run
+    """
     service.require_room(prepared.scope)  # before its prompt is made
     with service.bodies.used(prepared.tenant, prepared.num_bytes):
         turn = await turn_of(service, prepared, response_id)
+        if not is_announced:
+            response_id, turn = _named(service, prepared, response_id, turn)
         use = prepared.body.tool_use()
         prepared = await service.shaped(prepared, _parsing(service, use, turn), use)
         prediction = await service.predicted(prepared.body.prediction, prepared.salt)
@@ -66,6 +75,20 @@ async def respond(
     service.record(prepared, [stream])
     await service.recorded(stream)
     return stream
+
+
+def _named(
+    service: Service, prepared: Prepared[ResponseCreate], response_id: str, turn: Turn
+) -> tuple[str, Turn]:
+    """The response's id as the engine names it, which the ids of its own items have as well."""
+    named = service.engine.named(response_id, turn.prompt, prepared.salt)
+    if named == response_id:
+        return response_id, turn
+    before, after = item_id(response_id), item_id(named)
+    items = tuple(
+        msgspec.structs.replace(item, id=item.id.replace(before, after)) for item in turn.items
+    )
+    return named, msgspec.structs.replace(turn, items=items)
 
 
 def _parsing(service: Service, use: ToolUse, turn: Turn) -> Parsing | None:

@@ -1,24 +1,38 @@
-"""A server in a thread of its own, over the fake model or the bundled one, and ways to wait."""
+"""A server in a thread of its own, over the fake model or the bundled one, and ways to wait.
+
+With TEST_REPLICAS=2 in the environment its engine is a cluster of so many replicas.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 
 from streamer.config import Config
+from streamer.engine.base import Engine
 from streamer.engine.engine import AsyncEngine
+from streamer.replicas.cluster import Cluster
+from streamer.replicas.messages import Member
+from streamer.replicas.replica import ReplicaServer
 from streamer.server.lifecycle import serve
 
 T = TypeVar("T")
 DEADLINE_S = 20.0
+REPLICA = re.compile(
+    r',replica="[^"]*"|replica="[^"]*",?'
+)  # in a sample's name: replicas' counts are added up
+SECRET = b"tests/server, which is no secret"
 STATES = ("waiting", "running", "paused", "preempted", "swapped")
 IDLE = (  # 0 in /metrics while nothing is in the engine
     *(f'streamer_requests{{state="{state}"}}' for state in STATES),
@@ -32,6 +46,8 @@ BUNDLED: dict[str, Any] = {"model": None, "dtype": "float32", "num_gpu_blocks_ov
 class Running:
     """A server in a thread of its own, and its engine; `script` may be the file's entries."""
 
+    num_replicas = int(os.environ.get("TEST_REPLICAS", "0"))
+
     def __init__(self, **settings: Any) -> None:
         self._files: tempfile.TemporaryDirectory[str] | None = None
         if isinstance(entries := settings.get("script"), list):
@@ -43,7 +59,7 @@ class Running:
         self.config = Config(**{**given, **settings})
         self.url = ""
         self.exit_code: int | None = None
-        self.engine: AsyncEngine
+        self.engine: Any  # an Engine, of which tests know what it is made of
         self._error: BaseException | None = None
         self._is_ready = threading.Event()
         # A daemon, so that pytest ends although a failed test never stopped it.
@@ -71,9 +87,29 @@ class Running:
         if self._error is not None:
             raise self._error
 
-    def build(self) -> AsyncEngine:
+    def build(self) -> Engine:
         """The engine that the server serves."""
         return AsyncEngine.from_config(self.config)
+
+    @asynccontextmanager
+    async def _built(self) -> AsyncIterator[Engine]:
+        """The same, or a cluster of replicas on this loop."""
+        names = [f"r{number}" for number in range(self.num_replicas)]
+        if not names:
+            yield self.build()
+            return
+        replicas = [ReplicaServer(self.config, name=name, secret=SECRET) for name in names]
+
+        async def members() -> Sequence[Member]:
+            return [Member(each.name, each.address) for each in replicas]
+
+        try:
+            for each in replicas:
+                await each.start()
+            yield Cluster(self.config, members, SECRET)
+        finally:
+            for each in replicas:
+                await each.aclose()
 
     def on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         """Run the coroutine on the server's loop; returns its result."""
@@ -85,8 +121,12 @@ class Running:
 
     def metrics(self, samples: Sequence[str]) -> dict[str, float]:
         """The values of samples in /metrics, 0 for those that are missing."""
-        pairs = (line.rsplit(" ", 1) for line in self._get("/metrics").text.splitlines())
-        return dict.fromkeys(samples, 0.0) | {n: float(v) for n, v in pairs if n in samples}
+        found = dict.fromkeys(samples, 0.0)
+        for line in self._get("/metrics").text.splitlines():
+            name, value = REPLICA.sub("", line).rsplit(" ", 1)
+            if name in found:
+                found[name] += float(value)
+        return found
 
     def _get(self, path: str) -> httpx.Response:
         """A poll's deadline is the whole wait's: a busy machine may be slow to answer."""
@@ -128,10 +168,10 @@ class Running:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        self.engine = self.build()
 
         def ready(url: str) -> None:
             self.url = url
             self._is_ready.set()
 
-        self.exit_code = await serve(self.engine, self.config, on_ready=ready, stop=self._stop)
+        async with self._built() as self.engine:
+            self.exit_code = await serve(self.engine, self.config, on_ready=ready, stop=self._stop)
