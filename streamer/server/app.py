@@ -101,7 +101,6 @@ class Api:
         )
         answer = chat_answer(service, stream)
         service.record(prepared, [stream])
-        await service.recorded(stream)
         return await respond(service, request, answer, [stream], is_streamed=bool(body.stream))
 
     async def completions(self, request: Request) -> ASGIApp:

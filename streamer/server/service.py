@@ -435,16 +435,18 @@ class Service:
         self.admission.follow(prepared.tenant, stream)
         return stream
 
-    async def recorded(self, stream: TokenStream | None = None) -> None:
+    async def recorded(self, *streams: TokenStream) -> None:
         """Wait until what was done may be relied on: before a client is told.
 
-        stream  was just submitted and has no reader yet: if this is cancelled, none will come
+        streams  were just submitted and have no reader yet: if this is cancelled or one of them is
+                 refused after all, none will come
         """
         try:
-            await self.engine.recorded(stream)
+            for stream in streams or (None,):
+                await self.engine.recorded(stream)
         except BaseException:
-            if stream is not None:
-                stream.miss()
+            for each in streams:
+                each.miss()
             raise
 
     def record(self, prepared: Prepared[B], streams: Sequence[TokenStream]) -> None:

@@ -203,7 +203,8 @@ class EventStream:
         """Write at once, without a coroutine, if the connection accepts it."""
         stream, deltas = self._streams[source], deltas_of(items)
         self._meter.deltas(source, deltas)
-        if self._is_behind or num_entries(stream, deltas) > SPLIT:
+        is_merged = self._is_split and any(len(delta.token_ids) > 1 for delta in deltas)
+        if self._is_behind or is_merged or num_entries(stream, deltas) > SPLIT:
             self._is_behind = False
             return self._put_paced(source, deltas)
         body = self._answer.deltas(source, deltas)
@@ -298,6 +299,7 @@ async def respond(
     is_streamed: bool,
 ) -> ASGIApp:
     """The response of an answer that belongs to its connection: its events, or the whole."""
+    await service.recorded(*streams)
     if is_streamed:
         return EventStream(service, answer, streams)
     with service.working():
