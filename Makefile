@@ -31,7 +31,7 @@ check: $(VENV)/.ready-dev ## lint, layout and types
 OVERLOAD := $(BIN)/streamer loadtest overload
 overload: $(VENV)/.ready ## ten times the sustainable rate for 2 minutes, with the fake and the bundled model; six minutes
 	$(OVERLOAD) $(ARGS)
-	$(OVERLOAD) --serve '$(CURDIR)/$(BIN)/streamer serve --max-num-seqs 32' --tokens 128 $(ARGS)
+	$(OVERLOAD) --serve '$(CURDIR)/$(BIN)/streamer serve --max-num-seqs 32' --tokens 512 $(ARGS)
 
 chaos: $(VENV)/.ready-dev ## kill a server at 100 random moments beneath its clients, and every other fault; ten minutes
 	STREAMER_KILLS=100 STREAMER_VANISHING=1000 $(BIN)/python -m pytest -s -o faulthandler_timeout=0 tests/chaos $(ARGS)

@@ -338,22 +338,24 @@ async def test_a_request_ends_at_its_deadline_wherever_it_is() -> None:
 
 
 async def test_at_eight_times_capacity_accepted_requests_are_answered() -> None:
-    """Clients come at eight times the rate of 20/s and give up after 1.5 s; without a bound on the
-    wait, nearly all served after the first 1.5 s would have given up. `streamer loadtest attacks
-    overload` measures the share that is answered; here a busy machine may halve it."""
-    answered, late, refused, patience_s, seconds = 0, 0, 0, 1.5, 3.0
+    """Clients come at eight times the rate of 20/s. At most so many answers end between the
+    acceptance of a request and its own as half a second allows, on a slow machine too; without a
+    bound on the wait it would be hundreds. `streamer loadtest overload` measures the seconds."""
+    answered = refused = 0
+    passed: list[int] = []
+    seconds = 3.0
 
     async def ask(engine: AsyncEngine) -> None:
-        nonlocal answered, late, refused
+        nonlocal answered, refused
         try:
             stream = engine.submit(request(20, max_wait_s=0.5, ignore_eos=True))
-            async with asyncio.timeout(patience_s):
-                await stream.wait()
-            answered += 1
         except Overloaded:
             refused += 1
-        except TimeoutError:
-            late += 1
+            return
+        before = answered
+        await stream.wait()
+        passed.append(answered - before)
+        answered += 1
 
     async with asyncio.timeout(DEADLINE_S), make_engine(max_num_seqs=4, tokens_per_s=100) as engine:
         loop = asyncio.get_running_loop()
@@ -362,11 +364,9 @@ async def test_at_eight_times_capacity_accepted_requests_are_answered() -> None:
             for i in range(int(seconds * 160)):
                 await asyncio.sleep(began + i / 160 - loop.time())
                 clients.create_task(ask(engine))
-        over_s = loop.time() - began - seconds
-    assert late < answered / 4
+    assert max(passed) <= 40  # 21 on an idle machine
     assert answered >= 0.5 * 20 * seconds
-    assert refused == seconds * 160 - answered - late
-    assert over_s < 1.5  # and then the queue is empty
+    assert refused == seconds * 160 - answered
 
 
 async def test_requests_paused_before_they_ran_cause_no_refusals() -> None:

@@ -437,7 +437,7 @@ def test_with_a_draft_model(model: Model, checkpoint: Any, small: str) -> None:
         add(engine, i, answers)
     engine.run()
     check(engine, answers, range(len(ASKS)))
-    assert sum(engine.preemptions) >= 2
+    assert sum(engine.preemptions) >= 3
     proposed, accepted = engine.stats.proposed_tokens, engine.stats.accepted_tokens
     if small == "llama":
         assert accepted == proposed > 100
