@@ -143,6 +143,36 @@ def test_a_cancel_in_any_step_frees_the_group(depth: int) -> None:
         driver.drain()
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("costs", [SWAP, RECOMPUTE])
+def test_a_group_that_gave_way_is_cancelled_or_held_in_any_state(
+    costs: dict[str, float], depth: int
+) -> None:
+    """While it is copied out or back, waits, or is computed again."""
+    met: set[Status | None] = set()
+    for after in range(16):
+        for is_cancelled in (True, False):
+            driver = Driver(
+                make_config(num_blocks=22, num_host_blocks=60), depth=depth, costs=costs
+            )
+            name = search(driver, width=3)
+            for _ in range(6):
+                driver.step()
+            driver.add([90, 91] * 26, max_tokens=8, priority=-1)
+            for _ in range(after):
+                driver.step()
+            met.add(driver.status(name))
+            if is_cancelled:
+                driver.cancel(name)
+            else:
+                driver.pause(name)
+                driver.run()
+                driver.resume(name)
+            driver.drain()
+    gave_way = {Status.SWAPPED, Status.SWAPPING_IN} if costs is SWAP else {Status.PREEMPTED}
+    assert gave_way | {Status.RUNNING} <= met
+
+
 def test_a_row_that_fails_ends_the_search() -> None:
     driver = Driver(make_config(num_blocks=40))
     name = search(driver)
