@@ -231,6 +231,7 @@ void team_run(Team *team, const Op *ops, int64_t num_ops, const Step *step) {
     team->step = step;
     open_op(team, 0, &team->workers[0]);
     atomic_thread_fence(memory_order_seq_cst);
-    if (team->threads > 1 && atomic_load(&team->asleep)) wake_all(team);
+    if (!has_work(team, &team->workers[0])) return; /* all were single chunks */
+    if (atomic_load(&team->asleep)) wake_all(team);
     take_part(team, &team->workers[0]);
 }
