@@ -54,7 +54,7 @@ class Other(msgspec.Struct, kw_only=True):
     channel: wire.Channel
     who: str
     process: subprocess.Popen[bytes] | None
-    heard: float
+    heard: float = 0.0
     plan: int = 0
     layers: int = 0
     weights: bytes | None = None
@@ -215,14 +215,16 @@ class Leader:
                 told = now
                 log.info("waiting for %s", _named(missing))
             for index, connection in reception.arrivals(0.1):
-                if index in missing:
-                    missing.discard(index)
-                    self._welcome(index, connection)
-                else:
-                    log.warning("refused a second rank %d", index)
-                    connection.close()
+                self._welcome(index, connection)
 
     def _welcome(self, index: int, connection: socket.socket) -> None:
+        if not 0 < index < self._count:
+            connection.close()
+            return
+        for before in [other for other in self._others if other.index == index]:
+            log.warning("%s came again", before.name)  # its host was started again meanwhile
+            before.channel.close()
+            self._others.remove(before)
         channel = wire.Channel(connection, SILENT_S)
         process = self._processes[index - 1] if index < self._on_host else None
         try:
@@ -232,8 +234,7 @@ class Leader:
             log.warning("rank %d has gone again: %s", index, error)
             return
         who = f"process {joined.process}" + ("" if process else f" on {joined.host}")
-        other = Other(index=index, channel=channel, who=who, process=process, heard=0.0)
-        other.heard = time.monotonic()
+        other = Other(index=index, channel=channel, who=who, process=process)
         self._others.append(other)
         if joined.dialect != wire.dialect():
             raise RankFailed(f"{other.name} runs another version of this program")
@@ -261,6 +262,8 @@ class Leader:
             for other in self._others:
                 selector.register(other.channel, selectors.EVENT_READ, other)
             looked = time.monotonic()
+            for other in self._others:
+                other.heard = looked  # it may have waited long for other hosts
             while self.failure is None and not self._is_closed:
                 ready = selector.select(BEAT_S / 2)
                 now = time.monotonic()

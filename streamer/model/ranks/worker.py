@@ -154,7 +154,7 @@ class Rank:
     # ------------------------------------------------------------ plans
 
     def _carry_out(self, runner: CpuRunner | CudaRunner) -> None:
-        plans = _Plans(runner)
+        plans = Plans(runner)
         while True:
             message = self._channel.receive()
             if isinstance(message, wire.Reset):
@@ -180,15 +180,15 @@ class Rank:
         is_memory, is_other = isinstance(error, MemoryError), isinstance(error, OtherLeft)
         self._channel.send(wire.Stumbled(str(error)[:1000], is_memory, is_other))
 
-    def _begin_anew(self, runner: CpuRunner | CudaRunner, reset: wire.Reset) -> _Plans:
+    def _begin_anew(self, runner: CpuRunner | CudaRunner, reset: wire.Reset) -> Plans:
         runner.reset(reset.launched)
         if self._group is not None:
             self._group.meet_again(reset.meeting)
         self._channel.send(wire.Ready())
-        return _Plans(runner)
+        return Plans(runner)
 
 
-class _Plans:
+class Plans:
     """The plans that a runner was given since it began, or began anew."""
 
     def __init__(self, runner: CpuRunner | CudaRunner) -> None:

@@ -23,7 +23,7 @@ from tests.model.gguf.test_models import SIZES as LARGE
 from tests.model.gguf.test_models import all_formats, mixed
 from tests.model.gguf_files import write_gguf
 from tests.model.quantization.test_loading import quantize_folder
-from tests.model.ranks.threads import ThreadRanks
+from tests.model.ranks.threads import load_ranked
 from tests.model.sync_engine import SyncEngine
 from tests.model.test_decoder import random_tokens
 from tests.model.test_parity import MIXED
@@ -100,7 +100,7 @@ def test_ranks_have_the_tokens_of_one(
 ) -> None:
     """In too little memory and with verifications, against one rank with enough."""
     make, settings, count = CASES[case]
-    monkeypatch.setattr(sync_engine, "load_ranked", ThreadRanks.load)
+    monkeypatch.setattr(sync_engine, "load_ranked", load_ranked)
     if case in BY_TORCH:
         monkeypatch.setenv("STREAMER_KERNELS", "torch")
     folder = make(checkpoint, tmp_path)
@@ -126,7 +126,7 @@ def test_ranks_have_the_tokens_of_one(
 @pytest.mark.parametrize("count", [2, 4])
 def test_with_a_draft_model(checkpoint: Any, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Which every rank has whole: the model as its own, which is always right."""
-    monkeypatch.setattr(sync_engine, "load_ranked", ThreadRanks.load)
+    monkeypatch.setattr(sync_engine, "load_ranked", load_ranked)
     folder = checkpoint("llama")
     one = serve(folder, {}, **ROOMY)
     sizes = SpeculationSizes(
