@@ -8,12 +8,14 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from streamer import AsyncEngine, ConfigError, RankFailed, SamplingParams
@@ -24,6 +26,7 @@ from streamer.kernels import ops
 from streamer.model.ranks import leader, processes, runner, wire
 from streamer.model.ranks.runner import load_ranked
 from streamer.model.runner.cpu import CpuRunner, Done
+from tests.chaos.killable import free_port
 from tests.model.sync_engine import SyncEngine
 from tests.model.test_parity import MIXED
 from tests.model.test_speculation import (
@@ -266,3 +269,40 @@ def test_messages_are_bounded_and_end_with_the_connection() -> None:
     with pytest.raises(ConnectionError, match="gone"):
         other.receive()
     other.close()
+
+
+async def test_a_rank_that_comes_again_replaces_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its host was started again while the first one waited for others; a rank that is none is not
+    let in, and one of another version is named."""
+    secret = tmp_path / "secret"
+    secret.write_text("only these hosts know this")
+    config = Config(
+        tensor_parallel_size=3, nnodes=3, master_addr="127.0.0.1", master_port=free_port(),
+        ranks_secret_file=str(secret),
+    )  # fmt: skip
+    found = leader.Leader(config, lambda _: None)
+    visits = [(7, 41, b""), (1, 42, wire.dialect()), (1, 43, wire.dialect()), (2, 44, b"another")]
+    visitors: list[threading.Thread] = []
+    kept: list[socket.socket] = []
+
+    def come(_: int) -> None:
+        if visits and not any(thread.is_alive() for thread in visitors):
+            visitors.append(threading.Thread(target=visit, args=visits.pop(0)))
+            visitors[-1].start()
+
+    def visit(index: int, process: int, dialect: bytes) -> None:
+        kept.append(socket.create_connection(("127.0.0.1", config.master_port)))
+        wire.greet(kept[-1], index, secret.read_bytes())
+        with contextlib.suppress(OSError):
+            wire.Channel(kept[-1]).send(wire.Joined(process, "there", dialect))
+
+    with pytest.raises(RankFailed, match=r"rank 2 .* runs another version of this program"):
+        found.start(torch.device("cpu"), b"", come)
+    found.close()
+    for thread in visitors:
+        thread.join()
+    for connection in kept:
+        connection.close()
+    assert "rank 1 (process 42 on there) came again" in caplog.text
