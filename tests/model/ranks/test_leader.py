@@ -271,7 +271,7 @@ def test_messages_are_bounded_and_end_with_the_connection() -> None:
     other.close()
 
 
-async def test_a_rank_that_comes_again_replaces_the_one_before(
+def test_a_rank_that_comes_again_replaces_the_one_before(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its host was started again while the first one waited for others; a rank that is none is not
