@@ -103,6 +103,7 @@ def build(arguments: dict[str, Any]) -> Any:
         num_replicas=1,
         max_ongoing_requests=MAX_REQUESTS,
         ray_actor_options={"num_cpus": 0.1},
+        logging_config={"enable_access_log": False},  # streamer.request has a line for each
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.2,
