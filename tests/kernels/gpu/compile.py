@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +29,7 @@ from tests.kernels.oracle import Case
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 WAIT = re.compile(r"cp\.async\.wait_group\s+(\w+)")
 PRODUCT = re.compile(r"mma\S*\.f32\.(\w+\.\w+)")
+FP8 = torch.float8_e4m3fn
 MIXED, DECODES = [(1, 600), (70, 80)], [(1, 600), (1, 40)]
 NO_OPTIONS = {"sliding_window": None, "softcap": None, "sinks": None}
 
@@ -169,8 +173,8 @@ def linears(dtype: torch.dtype, rows: int) -> None:
     fp8.quantize_rows(x)
 
 
-def main() -> None:
-    """Compile all; print a line for each."""
+def main(part: int, num_parts: int) -> None:
+    """Compile one part of all; print a line for each."""
     driver.set_active(Driver())
     compile_and_launch, label = JITFunction.run, ""
 
@@ -192,24 +196,27 @@ def main() -> None:
     JITFunction.run = compile_only
     bf16 = torch.bfloat16
     sinks = torch.zeros(32)
-    label = "bf16"
-    small_ops(bf16)
-    attention(bf16, (16, 8, 128), MIXED)
-    attention(bf16, (16, 8, 128), DECODES)
-    attention(bf16, (32, 8, 64), MIXED, sliding_window=128, sinks=sinks)
-    attention(bf16, (8, 4, 256), MIXED, sliding_window=4096, softcap=50.0)
-    label = "codes"
-    for kv_dtype in (torch.int8, torch.float8_e4m3fn):
-        quantized_stores(bf16, kv_dtype)
-    attention(bf16, (16, 8, 128), MIXED, torch.int8)
-    attention(bf16, (32, 8, 128), DECODES, torch.float8_e4m3fn)
-    attention(bf16, (8, 4, 256), MIXED, torch.float8_e4m3fn, sliding_window=4096, softcap=50.0)
-    for rows in (1, 2048):
-        label = f"{rows} rows"
-        linears(bf16, rows)
-    label = "fp32"
-    attention(torch.float32, (8, 4, 128), MIXED)
+    tasks: list[tuple[str, Callable[[], None]]] = [
+        ("bf16", partial(small_ops, bf16)),
+        ("bf16", partial(attention, bf16, (16, 8, 128), MIXED)),
+        ("bf16", partial(attention, bf16, (16, 8, 128), DECODES)),
+        ("bf16", partial(attention, bf16, (32, 8, 64), MIXED, sliding_window=128, sinks=sinks)),
+        ("bf16", partial(attention, bf16, (8, 4, 256), MIXED, sliding_window=4096, softcap=50.0)),
+        ("codes", partial(quantized_stores, bf16, torch.int8)),
+        ("codes", partial(quantized_stores, bf16, FP8)),
+        ("codes", partial(attention, bf16, (16, 8, 128), MIXED, torch.int8)),
+        ("codes", partial(attention, bf16, (32, 8, 128), DECODES, FP8)),
+        (
+            "codes",
+            partial(attention, bf16, (8, 4, 256), MIXED, FP8, sliding_window=4096, softcap=50.0),
+        ),
+        ("1 rows", partial(linears, bf16, 1)),
+        ("2048 rows", partial(linears, bf16, 2048)),
+        ("fp32", partial(attention, torch.float32, (8, 4, 128), MIXED)),
+    ]
+    for label, task in tasks[part::num_parts]:  # noqa: B007
+        task()
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -31,21 +32,33 @@ KERNELS = {
 }
 ATTENTION = {"_wide_kernel", "_narrow_kernel"}
 PRODUCTS = {*ATTENTION, "_multiply_kernel"}
+NUM_PARTS = 2  # compiled side by side
 LOOPS = {*PRODUCTS, "_cut_kernel"}  # whose loads go on while they compute
 
 
 def test_every_kernel_compiles_and_keeps_to_its_registers(tmp_path: Path) -> None:
     environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.kernels.gpu.compile"],
-        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    seen = [json.loads(line) for line in done.stdout.splitlines()]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.gpu.compile"]
+    seen = []
+    with ExitStack() as stack:
+        parts = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [*command, str(i), str(NUM_PARTS)],
+                    env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+                    cwd=ROOT,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for i in range(NUM_PARTS)
+        ]
+        for part in parts:
+            stack.callback(part.kill)
+        for part in parts:
+            output, _ = part.communicate(timeout=300)
+            assert part.returncode == 0
+            seen += [json.loads(line) for line in output.splitlines()]
     assert {made["kernel"] for made in seen} == KERNELS
     for made in seen:
         assert made["shared"] <= SHARED_BYTES, made
