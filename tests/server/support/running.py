@@ -111,9 +111,9 @@ class Running:
             for each in replicas:
                 await each.aclose()
 
-    def on_loop(self, work: Coroutine[Any, Any, T]) -> T:
+    def on_loop(self, work: Coroutine[Any, Any, T], deadline_s: float = DEADLINE_S) -> T:
         """Run the coroutine on the server's loop; returns its result."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(DEADLINE_S)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(deadline_s)
 
     @property
     def ws_url(self) -> str:
