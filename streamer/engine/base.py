@@ -282,7 +282,8 @@ class Engine(ABC):
             message = f"the answer {what} within the request's deadline of {deadline_s:g} s"
             self._streams.fail(stream, DeadlineExceeded(message))
 
-        timer = asyncio.get_running_loop().call_later(deadline_s, expire)
+        left_s = max(0.0, stream.created + deadline_s - time.time())
+        timer = asyncio.get_running_loop().call_later(left_s, expire)
         stream.observers.append(lambda s: timer.cancel() if s.is_finished else None)
 
     async def generate(

@@ -290,6 +290,10 @@ class Registry:
         stream.fail(error)
         self._retire(stream, FinishReason.FAILED)
 
+    def left(self, request_id: str) -> None:
+        """No finishes are to come of a request that ended here before."""
+        self._leaving.pop(request_id, None)
+
     def fail_all(self, error: StreamerError) -> None:
         """End every live stream with an error."""
         for stream in self.live():

@@ -121,8 +121,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     window      output tokens its furthest reader may lag before it is paused; 0: never paused
     sends_position  its readers receive its position in the queue while it waits
     max_wait_s  it is refused if it is expected to wait for longer; None: never for that
-    deadline_s  seconds from now after which it is useless: it is refused if it is not expected to
-                begin by then, and otherwise ended then with DeadlineExceeded
+    deadline_s  seconds from its submission after which it is useless: it is refused if it is not
+                expected to begin by then, and otherwise ended then with DeadlineExceeded
     context     kept beside the tokens as long as they are, counted with `context_bytes`
     is_durable  a journal has it, if there is one: it goes on after a restart
     is_stored   and keeps it after its end, as long as finished ones are kept

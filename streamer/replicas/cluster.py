@@ -45,8 +45,8 @@ from streamer.errors import (
     StreamerError,
 )
 from streamer.replicas import messages
-from streamer.replicas.link import Directory, Link, Links, Placed
-from streamer.replicas.routing import choose
+from streamer.replicas.link import Directory, Link, Links, Placed, Search, only_of
+from streamer.replicas.routing import choose, choose_for_moved
 
 FIND_S: Final = 3.0
 SETTLE_S: Final = 10.0
@@ -78,24 +78,6 @@ class _Readers:
         self.cluster.hold(request_id, is_held)
 
 
-class _Search:
-    """Replicas that are asked for a request."""
-
-    def __init__(self, request_id: str, links: Sequence[Link]) -> None:
-        self._request_id = request_id
-        self.num_asked = 0
-        self.asked: set[str] = set()
-        self.ask(links)
-        self.found: asyncio.Future[TokenStream | None] = asyncio.get_running_loop().create_future()
-
-    def ask(self, links: Sequence[Link]) -> None:
-        """Ask these as well."""
-        self.num_asked += len(links)
-        for link in links:
-            self.asked.add(link.name)
-            link.send(messages.Attach(self._request_id))
-
-
 class Cluster(Engine):
     """The replicas of one model.
 
@@ -112,7 +94,7 @@ class Cluster(Engine):
         self._links = Links(directory, secret, self)
         self._placed: dict[str, Placed] = {}
         self._orphans: dict[str, asyncio.TimerHandle] = {}
-        self._searches: dict[str, _Search] = {}
+        self._searches: dict[str, Search] = {}
         self._queries: deque[ViewQuery] = deque()
         self._viewed: Link | None = None
         self._settling: dict[int, set[str]] = {}
@@ -210,20 +192,14 @@ class Cluster(Engine):
     def cancel(self, request_id: str) -> None:
         """See Engine."""
         placed = self._placed.get(request_id)
-        if placed is None:
-            return
-        if placed.link is not None:
-            placed.link.send(messages.Cancel(request_id, placed.stream.cut_off_by))
-        else:
-            self._end_orphan(placed)
+        if placed is not None:
+            self._unwant(placed, messages.Cancel(request_id, placed.stream.cut_off_by))
 
     def leave(self, request_id: str) -> None:
         """The readers here are gone: it ends, unless it has others elsewhere."""
         placed = self._placed.get(request_id)
-        if placed is not None and placed.link is not None:
-            placed.link.send(messages.Leave(request_id))
-        elif placed is not None:
-            self._end_orphan(placed)
+        if placed is not None:
+            self._unwant(placed, messages.Leave(request_id))
 
     def hold(self, request_id: str, is_held: bool) -> None:
         """See Engine."""
@@ -235,8 +211,11 @@ class Cluster(Engine):
     def forget(self, request_id: str) -> None:
         """See Engine: here, in every replica, and at every other ingress."""
         self._streams.forget(request_id)
+        self._links.give_up(request_id)
         for link in self._links.connected:
             link.send(messages.Forget(request_id))
+        if (placed := self._placed.get(request_id)) is not None:
+            self._unwant(placed)
 
     async def recorded(self, stream: TokenStream | None = None) -> None:
         """Wait until a replica has taken `stream`, or has done all that was asked before."""
@@ -269,7 +248,10 @@ class Cluster(Engine):
         return request_id if link is None else request_id + link.name
 
     async def find(self, request_id: str) -> TokenStream | None:
-        """The stream of a request, which any ingress may have submitted."""
+        """The stream of a request, which any ingress may have submitted.
+
+        Overloaded where a replica that may have it does not say so.
+        """
         stream = self.get(request_id)
         if stream is not None:
             return stream
@@ -278,12 +260,15 @@ class Cluster(Engine):
             named = self._link_in(request_id)
             links = self._links.connected if named is None else [named]
             if not links:
-                return None
-            search = self._searches[request_id] = _Search(request_id, links)
+                raise self.unavailable()
+            search = self._searches[request_id] = Search(request_id, links)
         if await within(FIND_S, asyncio.shield(search.found)):
             return search.found.result()
         self._searches.pop(request_id, None)
-        return self.get(request_id)
+        if (stream := self.get(request_id)) is not None:
+            return stream
+        text = "a replica that may have it does not answer now"
+        raise Overloaded(text, retry_after_s=NO_REPLICA_RETRY_S, code="no_replica")
 
     # ------------------------------------------------------------ where it runs
 
@@ -299,17 +284,15 @@ class Cluster(Engine):
         untried = [each for each in self._links.usable if each.name not in placed.tried]
         parent = self._placed.get(placed.stream.request.share_with or "")
         link = parent.link if parent is not None else self._link_in(placed.stream.request_id)
-        if link not in untried:
+        if link not in untried and placed.is_moved:
+            link = choose_for_moved(untried, placed.stream.request_id)
+        elif link not in untried:
             link = choose(untried, placed.hashes)
         if link is None:
             return False
         stream, context = placed.stream, None
         if request is None:
-            request, progress = stream.request, stream.progress
-            if request.deadline_s is not None:
-                left_s = request.deadline_s - (time.time() - progress.created)
-                request = replace(request, deadline_s=max(0.0, left_s))
-            request = replace(request, progress=progress)
+            request = replace(stream.request, progress=stream.progress)
         if request.context is not None and self.contexts is not None:
             context = self.contexts.encode(request.context)
         placed.link = link
@@ -332,6 +315,9 @@ class Cluster(Engine):
         request_id, num_tokens = placed.stream.request_id, placed.stream.num_output_tokens
         placed.link, placed.is_moved = None, True
         placed.tried.clear()
+        if placed.is_unwanted or placed.stream.is_finished:
+            self._end_cancelled(placed)
+            return
         placed.num_moves = placed.num_moves + 1 if num_tokens == placed.moved_at else 1
         placed.moved_at = num_tokens
         if placed.num_moves > MAX_MOVES:
@@ -345,7 +331,15 @@ class Cluster(Engine):
     def _give_up(self, placed: Placed) -> None:
         self._end(placed, self.unavailable())
 
-    def _end_orphan(self, placed: Placed) -> None:
+    def _unwant(self, placed: Placed, message: Any = None) -> None:
+        """Let its replica end a request; where that is lost, it does not go on elsewhere."""
+        placed.is_unwanted = True
+        if placed.link is None:
+            self._end_cancelled(placed)
+        elif message is not None:
+            placed.link.send(message)
+
+    def _end_cancelled(self, placed: Placed) -> None:
         """Cancel a request that runs nowhere."""
         stream = placed.stream
         finishes = tuple(
@@ -369,6 +363,7 @@ class Cluster(Engine):
         """A request is over here."""
         request_id = placed.stream.request_id
         self._placed.pop(request_id, None)
+        self._streams.left(request_id)
         if placed.link is not None:
             placed.link.placed.pop(request_id, None)
         if (timer := self._orphans.pop(request_id, None)) is not None:
@@ -393,9 +388,8 @@ class Cluster(Engine):
             link.close()
             return
         link.max_num_seqs = self.config.max_num_seqs
-        taken = [each for each in link.lost if each not in self._orphans]
-        link.lost = []
-        link.send(messages.Begin(taken))
+        taken = self._links.taken_from(link)
+        link.send(messages.Begin([each for each in taken if each not in self._orphans]))
         link.is_usable = not welcome.is_draining
         if not link.is_usable:
             return
@@ -403,8 +397,8 @@ class Cluster(Engine):
             self._state = "ready"
             self._is_started.set()
         for request_id in list(self._orphans):
-            self._orphans.pop(request_id).cancel()
-            self._move(self._placed[request_id])
+            if self._place(self._placed[request_id]):
+                self._orphans.pop(request_id).cancel()
         self._ask_again()
 
     def on_message(self, link: Link, message: Any) -> None:
@@ -430,6 +424,8 @@ class Cluster(Engine):
                 self._on_draining(link)
             case messages.Forget(request_id):
                 self._streams.forget(request_id)
+                if (placed := self._placed.get(request_id)) is not None:
+                    self._unwant(placed)
 
     def on_lost(self, link: Link) -> None:
         """A replica is gone, or can't be heard: what it ran goes on elsewhere."""
@@ -437,7 +433,7 @@ class Cluster(Engine):
             return
         link.known.clear()
         placed, link.placed = link.placed, {}
-        link.lost = list({**dict.fromkeys(link.lost), **placed})
+        self._links.lose(link, placed)
         if placed:
             log.warning("replica %s is lost: %d requests go on elsewhere", link.name, len(placed))
         for each in placed.values():
@@ -453,7 +449,7 @@ class Cluster(Engine):
     # ------------------------------------------------------------ what comes
 
     def _on_news(self, link: Link, news: messages.News) -> None:
-        output = news.output
+        output = only_of(link.placed, news.output)
         link.stats, link.since = output.stats, 0
         if output.request_ids or output.finishes or output.notices or output.prompt_logprobs:
             self._streams.distribute(output)
@@ -493,6 +489,9 @@ class Cluster(Engine):
         placed.link = None
         placed.tried.add(link.name)
         placed.refusals.append(error)
+        if placed.is_unwanted:
+            self._end_cancelled(placed)
+            return
         can_try = isinstance(error, (Overloaded, EngineDead))
         if can_try and (self._place(placed, None if placed.is_moved else placed.stream.request)):
             return
@@ -505,6 +504,8 @@ class Cluster(Engine):
     def _on_found(self, link: Link, found: messages.Found) -> None:
         search = self._searches.get(found.request_id)
         if search is None or link.name not in search.asked:
+            if found.request is not None:  # it took too long to say so: it counts as a reader there
+                self._adopt(link, found, found.request)
             return
         search.asked.discard(link.name)
         stream = None if found.request is None else self._adopt(link, found, found.request)
@@ -519,6 +520,9 @@ class Cluster(Engine):
     ) -> TokenStream | None:
         """The stream of a request that another ingress submitted."""
         if self._sizes is None or self._streams.is_taken(request.request_id):
+            placed = self._placed.get(request.request_id)
+            if placed is not None and placed.link is not link:  # it ran twice
+                link.send(messages.Taken([request.request_id]))
             return None
         context: object = None
         if found.context is not None and self.contexts is not None:
@@ -551,6 +555,7 @@ class Cluster(Engine):
             return
         placed, link.placed = link.placed, {}
         link.send(messages.Taken(list(placed)))
+        self._links.lose(link, placed)  # said again, in case this does not arrive
         link.finish()
         for each in placed.values():
             self._move(each)

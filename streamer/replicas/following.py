@@ -164,8 +164,9 @@ class Ingress:
             case messages.Leave(request_id):
                 self._leave(request_id)
             case messages.Hold(request_id, is_held):
-                (self.held.add if is_held else self.held.discard)(request_id)
-                self._server.update_hold(request_id)
+                if request_id in self._follows:
+                    (self.held.add if is_held else self.held.discard)(request_id)
+                    self._server.update_hold(request_id)
             case messages.Forget(request_id):
                 self._server.forget(request_id, asked_by=self)
             case messages.Settle(number):
@@ -174,16 +175,20 @@ class Ingress:
                 self._spawn(self._view(message))
 
     def _submit(self, message: messages.Submit) -> None:
-        request = message.request
+        request, stream = message.request, self._engine.get(message.request.request_id)
         needs_grammar = request.params.structured_outputs is not None
-        if self._engine.get(request.request_id) is None and needs_grammar:
+        if needs_grammar if stream is None else not stream.is_kept:
             self._starting[request.request_id] = []
-            self._spawn(self._compile(message))
+            self._spawn(self._prepare(message, stream))
         else:
             self._begin(message)
 
-    async def _compile(self, message: messages.Submit) -> None:
+    async def _prepare(self, message: messages.Submit, stream: TokenStream | None) -> None:
         request = message.request
+        if stream is not None and not stream.is_finished:  # forgotten, and cancelled: its last step
+            ended = asyncio.Event()
+            stream.observers.append(lambda s: ended.set() if s.is_finished else None)
+            await ended.wait()
         with contextlib.suppress(StreamerError):  # submit raises it again
             await self._engine.compile(request.params, request.cache_salt)
         waiting = self._starting.pop(request.request_id)

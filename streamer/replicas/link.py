@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from streamer.core.plan import StepStats
+from msgspec.structs import replace
+
+from streamer.core.plan import StepOutput, StepStats
 from streamer.engine.stream import TokenStream
 from streamer.errors import StreamerError
 from streamer.replicas import messages
@@ -25,6 +27,8 @@ CHECK_S: Final = 0.5
 POLL_S: Final = 1.0
 CONNECT_S: Final = 5.0
 MAX_KNOWN: Final = 1 << 18  # blocks, at about 150 bytes
+MAX_GONE: Final = 256  # replicas
+MAX_LOST: Final = 1 << 14  # requests of each of them
 
 Directory = Callable[[], Awaitable[Sequence[Member]]]
 log = logging.getLogger(__name__)
@@ -38,12 +42,14 @@ class Placed:
     tried     replicas that refused it
     refusals  of these
     taken     set when a replica has taken it
+    is_unwanted  it is cancelled, or left: where its replica is lost, it does not go on elsewhere
     num_moves  times that it lost its replica when it had `moved_at` output tokens
     """
 
     __slots__ = (
         "hashes",
         "is_moved",
+        "is_unwanted",
         "link",
         "moved_at",
         "num_moves",
@@ -57,12 +63,30 @@ class Placed:
         self.stream = stream
         self.hashes = hashes
         self.link: Link | None = None
-        self.is_moved = False
+        self.is_moved = self.is_unwanted = False
         self.num_moves = 0
         self.moved_at = -1
         self.tried: set[str] = set()
         self.refusals: list[StreamerError] = []
         self.taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class Search:
+    """Replicas that are asked for a request."""
+
+    def __init__(self, request_id: str, links: Sequence[Link]) -> None:
+        self._request_id = request_id
+        self.num_asked = 0
+        self.asked: set[str] = set()
+        self.ask(links)
+        self.found: asyncio.Future[TokenStream | None] = asyncio.get_running_loop().create_future()
+
+    def ask(self, links: Sequence[Link]) -> None:
+        """Ask these as well."""
+        self.num_asked += len(links)
+        for link in links:
+            self.asked.add(link.name)
+            link.send(messages.Attach(self._request_id))
 
 
 class Owner(Protocol):
@@ -77,7 +101,6 @@ class Link:
     """One replica.
 
     placed   what this ingress runs there
-    lost     what it ran there when the connection ended
     stats    the replica's latest counts;  since  sequences that went there after them
     is_usable  it takes requests: it is connected, and does not drain
     """
@@ -85,7 +108,6 @@ class Link:
     def __init__(self, member: Member, secret: bytes, owner: Owner) -> None:
         self.member = member
         self.placed: dict[str, Placed] = {}
-        self.lost: list[str] = []
         self.known = Known(MAX_KNOWN)
         self.stats = StepStats()
         self.since = 0
@@ -135,7 +157,7 @@ class Link:
         if connection is None:
             if self._connecting is None:
                 self._connecting = asyncio.create_task(self._connect())
-        elif connection.is_open and now - connection.heard > SILENT_S:
+        elif now - connection.heard > SILENT_S:
             log.error("replica %s is silent for %.1f s", self.name, now - connection.heard)
             connection.close()
 
@@ -188,6 +210,8 @@ class Links:
         self._secret = secret
         self._owner = owner
         self._links: dict[str, Link] = {}
+        # What replicas ran, or had kept, that are not connected now: they may come back with it.
+        self._lost: dict[str, dict[str, None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -199,6 +223,23 @@ class Links:
     def usable(self) -> list[Link]:
         """Those that take requests."""
         return [link for link in self._links.values() if link.is_usable]
+
+    def lose(self, link: Link, request_ids: Iterable[str]) -> None:
+        """What a replica ran goes on elsewhere: it is to forget that when it comes back."""
+        lost = self._lost.pop(link.name, {})
+        self._lost[link.name] = lost
+        _add(lost, request_ids)
+        if len(self._lost) > MAX_GONE:
+            del self._lost[next(iter(self._lost))]
+
+    def give_up(self, request_id: str) -> None:
+        """Replicas that are not connected are to forget a request when they come back."""
+        for lost in self._lost.values():
+            _add(lost, [request_id])
+
+    def taken_from(self, link: Link) -> Sequence[str]:
+        """What a replica that is back is to forget."""
+        return tuple(self._lost.pop(link.name, ()))
 
     def start(self) -> None:
         """Follow the directory, and connect."""
@@ -232,8 +273,8 @@ class Links:
             link = self._links.get(member.name)
             if link is None:
                 link = self._links[member.name] = Link(member, self._secret, self._owner)
+                link.check(now)
             link.member = member
-            link.check(now)
         names = {member.name for member in members}
         for link in list(self._links.values()):
             if link.name not in names and not link.is_connected:
@@ -252,3 +293,29 @@ class Links:
                     link.see(now)
                 link.check(now)
             before = now
+
+
+def _add(lost: dict[str, None], request_ids: Iterable[str]) -> None:
+    lost |= dict.fromkeys(request_ids)
+    while len(lost) > MAX_LOST:
+        del lost[next(iter(lost))]
+
+
+def only_of(placed: Mapping[str, Placed], output: StepOutput) -> StepOutput:
+    """A replica's output without that of requests which run elsewhere, or have ended here."""
+    named = {each.request_id for each in output.finishes}
+    named |= {each.request_id for each in output.notices}
+    if placed.keys() >= named.union(output.request_ids, output.prompt_logprobs):
+        return output
+    ids, choices, tokens = output.request_ids, output.choices, output.tokens
+    kept = [i for i, each in enumerate(ids) if each in placed]
+    return replace(
+        output,
+        request_ids=tuple(ids[i] for i in kept),
+        choices=tuple(choices[i] for i in kept),
+        tokens=tuple(tokens[i] for i in kept),
+        logprobs={n: output.logprobs[i] for n, i in enumerate(kept) if i in output.logprobs},
+        prompt_logprobs={k: v for k, v in output.prompt_logprobs.items() if k in placed},
+        finishes=tuple(each for each in output.finishes if each.request_id in placed),
+        notices=tuple(each for each in output.notices if each.request_id in placed),
+    )

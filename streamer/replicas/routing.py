@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Final, Protocol, TypeVar
 
 # A replica with a prefix may be busier than the least busy one by so much: half of its rows, or
@@ -63,6 +64,23 @@ class Candidate(Protocol):
 
 
 C = TypeVar("C", bound=Candidate)
+
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+N = TypeVar("N", bound=Named)
+
+
+def choose_for_moved(candidates: Sequence[N], request_id: str) -> N | None:
+    """The replica where a request goes on: every ingress that reads it takes the same."""
+
+    def score(each: N) -> bytes:
+        return blake2b(f"{each.name} {request_id}".encode(), digest_size=8).digest()
+
+    return max(candidates, key=score, default=None)
 
 
 def choose(candidates: Sequence[C], hashes: Sequence[bytes]) -> C | None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from streamer.core.plan import FinishReason
+from streamer.core.plan import Drawn, FinishReason
 from streamer.core.sampling import SamplingParams
-from streamer.errors import Overloaded
+from streamer.engine.requests import Progress
+from streamer.errors import DeadlineExceeded, Overloaded
+from streamer.replicas.connection import Connection
+from streamer.replicas.replica import ReplicaServer
 from tests.replicas.helpers import read, replicas, request, undisturbed, until
 
 
@@ -170,3 +175,130 @@ async def test_a_view_is_that_of_one_replica() -> None:
     async with replicas() as found, found.ingress() as cluster:
         view = await cluster.view_feed.next()
         assert view.step == found.servers["r0"].engine.stats.steps
+
+
+class Held(asyncio.Protocol):
+    """What a socket has for a connection is kept until `release`."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._give, self._kept = connection.data_received, bytearray()
+        connection.data_received = self._kept.extend  # type: ignore[method-assign]
+        self._connection = connection
+
+    def release(self) -> None:
+        self._connection.data_received = self._give  # type: ignore[method-assign]
+        self._give(bytes(self._kept))
+
+
+def deaf(server: ReplicaServer) -> list[Held]:
+    """Nothing more that ingresses send reaches a replica."""
+    return [Held(each.connection) for each in server._ingresses]
+
+
+@pytest.mark.parametrize("how", ["cancel", "leave", "forget"])
+async def test_what_is_ended_while_its_replica_is_lost_does_not_go_on(how: str) -> None:
+    async with replicas(model="fake:tokens_per_s=500") as found, found.ingress() as cluster:
+        stream = cluster.submit(request(max_tokens=5000))
+        await until(lambda: stream.num_output_tokens > 20)
+        (name,) = [n for n, server in found.servers.items() if server.engine.live()]
+        lost = found.servers.pop(name)
+        deaf(lost)
+        {"cancel": cluster.cancel, "leave": cluster.leave, "forget": cluster.forget}[how](
+            stream.request_id
+        )
+        await lost.aclose()
+        await until(lambda: stream.is_finished)
+        assert not any(server.engine.live() for server in found.servers.values())
+        assert not cluster._placed
+        if how == "forget":
+            assert await cluster.find(stream.request_id) is None
+
+
+async def test_what_readers_at_two_ingresses_lose_goes_on_once() -> None:
+    async with (
+        replicas(4, model="fake:tokens_per_s=500") as found,
+        found.ingress() as one,
+        found.ingress() as other,
+    ):
+        asked = [replace(request(i, 400), detach_s=20.0) for i in range(4)]
+        streams = [one.submit(each) for each in asked]
+        await until(lambda: all(s.num_output_tokens > 20 for s in streams))
+        twins = [await other.find(stream.request_id) for stream in streams]
+        name = next(n for n, server in found.servers.items() if server.engine.live())
+        await found.servers.pop(name).aclose()
+        await until(lambda: all(p.link for c in (one, other) for p in c._placed.values()))
+        await until(lambda: min(s.num_output_tokens for s in streams) > 150)
+        assert sum(len(server.engine.live()) for server in found.servers.values()) == 4
+        for stream in (*streams, *twins):
+            assert stream is not None
+            assert await read(stream) == undisturbed(asked[0])
+
+
+async def test_a_replica_forgets_what_was_moved_and_deleted_while_it_was_gone(
+    tmp_path: Path,
+) -> None:
+    settings = {"model": "fake:tokens_per_s=500", "journal": str(tmp_path)}
+    async with replicas(**settings) as found, found.ingress() as cluster:
+        asked = [replace(request(i), is_durable=True, detach_s=60.0) for i in range(4)]
+        ended = [cluster.submit(each) for each in asked[:2]]
+        await asyncio.gather(*map(read, ended))
+        streams = [cluster.submit(each) for each in asked[2:]]
+        await until(lambda: all(s.num_output_tokens > 20 for s in streams))
+        await found.servers.pop("r0").aclose()
+        await until(lambda: not cluster._links._links.get("r0"))  # out of the directory
+        for stream in (*ended, *streams):
+            cluster.forget(stream.request_id)
+        back = await found.add("r0")
+        assert back.engine._streams.num_retained + len(back.engine.live()) >= 2
+        await until(lambda: len(cluster.counts) == 2)
+        await until(lambda: not back.engine.live())
+        for stream in (*ended, *streams):
+            assert back.engine.get(stream.request_id) is None
+            assert await cluster.find(stream.request_id) is None
+
+
+async def test_a_request_that_runs_twice_is_read_once_and_ended_once() -> None:
+    async with replicas(model="fake:tokens_per_s=500") as found, found.ingress() as cluster:
+        asked = replace(request(), request_id="twice", detach_s=None)
+        for server in found.servers.values():
+            server.engine.submit(replace(asked, context=None))
+        stream = await cluster.find("twice")
+        assert stream is not None
+        assert await read(stream) == undisturbed(asked)
+        await until(lambda: not any(server.engine.live() for server in found.servers.values()))
+        assert sum(server.engine.get("twice") is not None for server in found.servers.values()) == 1
+
+
+async def test_a_replica_that_does_not_answer_is_no_proof_that_there_is_no_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("streamer.replicas.cluster.FIND_S", 0.1)
+    async with (
+        replicas(1, model="fake:tokens_per_s=500") as found,
+        found.ingress() as one,
+        found.ingress() as other,
+    ):
+        stream = one.submit(replace(request(), detach_s=20.0))
+        await until(lambda: stream.num_output_tokens > 20)
+        held = deaf(found.servers["r0"])
+        with pytest.raises(Overloaded):
+            await other.find(stream.request_id)
+        for each in held:
+            each.release()
+        await until(lambda: other.get(stream.request_id) is not None)  # it reads what was asked for
+        twin = await other.find(stream.request_id)
+        assert twin is not None
+        assert await read(twin) == undisturbed(request())
+
+
+async def test_a_deadline_is_counted_from_the_beginning_wherever_it_runs() -> None:
+    async with replicas(model="fake:tokens_per_s=500") as found, found.ingress() as cluster:
+        now = time.time()
+        begun = Progress(outputs=(Drawn(),), created=now - 5.0)
+        asked = replace(request(max_tokens=5000), deadline_s=6.0, progress=begun)
+        stream = cluster.submit(asked)
+        with pytest.raises(DeadlineExceeded):
+            await read(stream)
+        assert 0.5 < time.time() - now < 4.0
+        await until(lambda: not cluster._placed)
+        assert not cluster._streams._leaving

@@ -152,12 +152,10 @@ def restored(saved: Saved, config: Config, now: float) -> GenerateRequest:
         cached_tokens=0 if began is None else began.cached_tokens,
         shared_tokens=0 if began is None else began.shared_tokens,
     )
-    detach_s, deadline_s = request.detach_s, request.deadline_s
+    detach_s = request.detach_s
     if detach_s is not None:  # its reader was lost with the server: it may come back
         detach_s = max(detach_s, config.detach_timeout)
-    if deadline_s is not None:
-        deadline_s = max(0.0, deadline_s - max(0.0, now - saved.accepted.created))
-    return replace(request, progress=progress, detach_s=detach_s, deadline_s=deadline_s)
+    return replace(request, progress=progress, detach_s=detach_s)
 
 
 def num_tries(saved: Saved) -> int:
