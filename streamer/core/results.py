@@ -100,7 +100,8 @@ def append(state: State, result: StepResult, last: list[Sequence]) -> Kept:
     if not drawing.stop_ids.isdisjoint(tokens):
         indices.update(i for i, token in enumerate(tokens) if token in drawing.stop_ids)
     owners = state.rows.owners
-    ending = {owners[rows[i]]: None for i in sorted(indices)} | dict.fromkeys(last)
+    drew_last = [seq for seq in last if not seq.num_pending]  # a row that failed did not
+    ending = {owners[rows[i]]: None for i in sorted(indices)} | dict.fromkeys(drew_last)
     for seq in ending:
         if seq is not None and seq.finish_reason is None:
             end_if_due(state, seq, seq.tokens[-1])

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from streamer.core.blocks import BlockHasher
-from streamer.core.plan import Add, Facts, Finish, FinishReason, StepResult, TokenLogprob
+from streamer.core.plan import (
+    NOT_FINITE,
+    Add,
+    Facts,
+    Finish,
+    FinishReason,
+    StepResult,
+    TokenLogprob,
+)
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler
 from tests.core.driver import make_config
@@ -110,3 +120,14 @@ def test_a_failed_row_fails_its_request_alone_and_its_blocks_are_not_matched() -
     plan = script.scheduler.schedule(Facts())
     assert plan is not None
     assert plan.num_tokens == 1 + 9  # no block of b's was found
+
+
+@pytest.mark.parametrize("end", [{"stop_token_ids": (3,)}, {"stop": ("d",)}])
+def test_a_row_that_fails_at_its_only_token_is_not_ended_by_its_prompt(end: dict[str, Any]) -> None:
+    script = Script(max_tokens=1, **end)  # token 3, "d", is the prompt's last
+    plan = script.scheduler.schedule(Facts())
+    assert plan is not None
+    out = script.scheduler.apply(plan, StepResult(plan.number, failed={0: NOT_FINITE}))
+    script.scheduler.check()
+    (finish,) = out.finishes
+    assert (finish.reason, finish.detail) == (FinishReason.FAILED, NOT_FINITE)
