@@ -9,6 +9,7 @@ threads; contains no op. Called by native.py.
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 import threading
 from bisect import bisect_right
@@ -134,6 +135,11 @@ class Team:
             function.argtypes, function.restype = arguments, result
         self.lanes = int(self._library.lanes())
         self._threads = 1
+        self._forget()
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        """There are no threads: a forked process has none, and none to give back the lock."""
         self._handle: int | None = None
         self._lock = threading.Lock()  # two engines may live in one process
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import threading
 import time
 
@@ -98,6 +101,22 @@ def test_many_runs_end_with_more_threads_than_cores() -> None:
     thread.start()
     thread.join(60)
     assert not thread.is_alive()
+    team.set_threads(1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork beside threads
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    """Those that it was forked from are not there to be woken, nor to give back a lock."""
+    team.set_threads(3)
+    x = torch.tensor([[1.0, 3.0, 2.0]] * ROWS)
+    native.best(x)
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        is_right = native.best(x)[1].tolist() == [1] * ROWS
+        os._exit(not (is_right and len(os.listdir("/proc/self/task")) == 3))
+    assert os.waitpid(child, 0)[1] == 0
     team.set_threads(1)
 
 

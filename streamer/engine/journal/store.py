@@ -300,7 +300,8 @@ def _check_own(folder: Path) -> None:
                 raise _foreign(path, "is a link or no plain file")
             if about.st_uid != os.geteuid():
                 raise _foreign(path, f"belongs to user {about.st_uid}, not to {os.geteuid()}")
-            if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            # Kubernetes lets a volume's group (fsGroup) write to every file when it mounts it.
+            if about.st_mode & stat.S_IWOTH:
                 raise _foreign(path, "may be written by other users")
 
 

@@ -154,13 +154,22 @@ def test_a_file_that_another_user_may_have_made_is_not_read(
         os.mkfifo(planted, 0o600)
     else:
         planted.write_bytes(before)
-        planted.chmod(0o620 if what == "writable" else 0o600)
+        planted.chmod(0o602 if what == "writable" else 0o600)
     if what == "another's":
         _own_as(monkeypatch, planted, os.geteuid() + 1)
     with pytest.raises(ConfigError, match=rf"{FILE}{suffix} .*: it is not read"):
         Store(folder)
     assert planted.is_symlink() == (what == "link")
     assert elsewhere.read_bytes() == before
+
+
+def test_a_volume_whose_files_were_opened_to_its_group_is_read(tmp_path: Path) -> None:
+    """As Kubernetes does at each start for a pod with an fsGroup."""
+    fill(tmp_path)
+    tmp_path.chmod(0o2775)
+    (tmp_path / FILE).chmod(0o660)
+    assert len(read_journal(tmp_path)) == 2
+    assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
 
 
 def test_a_folder_of_another_user_or_of_all_is_refused(
