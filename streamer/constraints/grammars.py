@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from streamer.constraints.bounds import lark_too_costly, too_costly
+from streamer.constraints.bounds import TOO_LONG, lark_too_costly, share, too_costly
 from streamer.constraints.lark import TooLong
 from streamer.constraints.schemas import followable, without_one
 from streamer.constraints.tags import BadTag, Tags
@@ -280,6 +280,8 @@ def source_of(grammar: Grammar, special: Mapping[int, bytes]) -> str:
         )
         source = LLMatcher.grammar_from_json_schema(schema, overrides=_spaces(grammar))
     elif grammar.kind == "regex":
+        if share([text]) > 1:
+            raise refusal(grammar, TOO_LONG)
         source = LLMatcher.grammar_from_regex(text)
     elif grammar.kind == "choice":
         choices = msgspec.json.decode(text, type=list[str])

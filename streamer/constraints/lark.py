@@ -12,7 +12,15 @@ from typing import Any, Final
 
 import msgspec
 
-from streamer.constraints.bounds import MAX_REMAINDERS, TOO_DIVIDED, remainders, too_costly
+from streamer.constraints.bounds import (
+    MAX_REMAINDERS,
+    TOO_DIVIDED,
+    TOO_LONG,
+    expressions,
+    remainders,
+    share,
+    too_costly,
+)
 from streamer.constraints.schemas import followable
 
 ANY: Final = "/(?s:.*)/"
@@ -79,6 +87,8 @@ class Lark:
         self._names: dict[str, str] = {}
         self._num_bytes = 0
         self._remainders = 0
+        self._expressions = set[str]()
+        self._share = 0.0  # of what regular expressions may take
 
     def rule(self, body: str) -> str:
         """The name of a rule with this body."""
@@ -94,12 +104,29 @@ class Lark:
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """The name of a rule for JSON of this schema; TooLong if that costs too much."""
+        self.spend(schema)
+        return self.rule(f"%json {encode(followable(schema)).decode()}")
+
+    def expression(self, pattern: str) -> str:
+        """The name of a terminal for a caller's regular expression; TooLong as in `json`."""
+        self._count({pattern})
+        return self.terminal(regex(pattern))
+
+    def spend(self, schema: Mapping[str, Any]) -> None:
+        """Count what a schema takes to compile; TooLong if it is too much with the others'."""
         if (why := too_costly(schema)) is not None:
             raise TooLong(why)
         self._remainders += remainders(schema)
         if self._remainders > MAX_REMAINDERS:
             raise TooLong(TOO_DIVIDED)
-        return self.rule(f"%json {encode(followable(schema)).decode()}")
+        self._count(expressions(schema))
+
+    def _count(self, found: set[str]) -> None:
+        """Count regular expressions, equal ones once."""
+        self._share += share(found - self._expressions)
+        self._expressions |= found
+        if self._share > 1:
+            raise TooLong(TOO_LONG)
 
     def written(self, text: str) -> str:
         """A text of the format, special tokens among it."""

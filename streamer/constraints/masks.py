@@ -283,6 +283,7 @@ def _finished(words: Words, followed: Sequence[Followed]) -> dict[int, str]:
             if is_after or may_end[start + n] or each.position + n < constraint.floor:
                 constraint.finish(words[start + n], each.position + n)
             if reason:
+                words[start + n] = 0  # llguidance then allows the ends: the text is not whole
                 errors[start + n] = reason
     return errors
 

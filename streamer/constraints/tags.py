@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from streamer.constraints.lark import ANY, Lark, Marks, regex
+from streamer.constraints.lark import ANY, Lark, Marks
 
 MAX_TAGS: Final = 1024
 
@@ -50,9 +50,11 @@ class Tags:
             return self._literal(_field(given, "value", str, path))
         if kind == "json_schema":
             schema = _field(given, "json_schema", (dict, bool), path)
+            if isinstance(schema, dict):
+                self._lark.spend(schema)
             return self._lark.rule(f"%json {self._schema_of(schema)}")
         if kind == "regex":
-            return self._lark.terminal(regex(_field(given, "pattern", str, path)))
+            return self._lark.expression(_field(given, "pattern", str, path))
         if kind == "any_text" and is_last:
             return self._text
         if kind == "any_text":

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from streamer.constraints.bounds import MAX_CROSSED, lark_too_costly, too_costly
+from streamer.constraints.bounds import MAX_BYTES, MAX_CROSSED, lark_too_costly, too_costly
 from streamer.constraints.grammars import Grammars, Vocabulary
 from streamer.constraints.lark import Lark, Marks, TooLong
 from streamer.core.sampling import Grammar
@@ -109,3 +109,66 @@ def test_multiples_in_use_are_followed(number: float) -> None:
     began = time.thread_time()
     grammars_of_bytes().compile(Grammar("json", json.dumps(schema)))
     assert time.thread_time() - began < 1.0
+
+
+OPTIONAL = "a?b?" * 8000
+LONG_ONES: dict[str, tuple[str, str]] = {
+    "expression": ("regex", OPTIONAL),
+    "choices of nothing": ("regex", "(a|)(b|)" * 8000),
+    "class": ("regex", "[" + "".join(map(chr, range(0x10000, 0x18000, 2))) + "]"),
+    "pattern": ("json", json.dumps({"properties": {"a": {"pattern": OPTIONAL}}})),
+    "patterns": ("json", json.dumps([{"pattern": f"{i}{'a?b?' * 300}"} for i in range(5)])),
+    "names": ("json", json.dumps({"patternProperties": {OPTIONAL: {}}})),
+    "text": ("json", json.dumps({"const": "a" * 2 * MAX_BYTES})),
+    "name": ("json", json.dumps({"properties": {"a" * 2 * MAX_BYTES: {}}})),
+    "in Lark": ("grammar", f"start: /{OPTIONAL}/"),
+    "terminal": ("grammar", "start: T\nT: " + "A " * 8000 + '\nA: "a"?'),
+    "lines": ("grammar", "start: T\nT: " + "\n | ".join(['"a"? "b"?'] * 2000)),
+    "doubled": (
+        "grammar",
+        "start: T60\nT0: /a?/\n" + "\n".join(f"T{i + 1}: T{i} T{i}" for i in range(60)),
+    ),
+    "circle": ("grammar", "start: A\nA: B\nB: A"),
+    "tags": (
+        "structural_tag",
+        json.dumps({"format": {"type": "sequence", "elements": [
+            {"type": "json_schema", "json_schema": {"pattern": f"{i}{'a?b?' * 300}"}}
+            for i in range(5)]}}),
+    ),
+    "tag": ("structural_tag", json.dumps({"format": {"type": "regex", "pattern": OPTIONAL}})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LONG_ONES)
+def test_regular_expressions_that_take_seconds_are_refused_at_once(case: str) -> None:
+    kind, text = LONG_ONES[case]
+    if case == "patterns":
+        text = json.dumps({"anyOf": json.loads(text)})
+    grammars = grammars_of_bytes()
+    grammars.check(Grammar("json_object"))
+    began = time.thread_time()
+    with pytest.raises(InvalidRequest, match=r"too long to compile|parts of themselves"):
+        grammars.compile(Grammar(kind, text))
+    assert time.thread_time() - began < 0.5
+
+
+def test_patterns_of_all_tools_count_once_each() -> None:
+    lark = Lark(Marks({}, ()))
+    for _ in range(10):
+        lark.json({"pattern": "^(a?b?){2}$" + "c?" * 900})
+    with pytest.raises(TooLong, match="too long to compile"):
+        lark.json({"pattern": "c?" * 901})
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", "|".join(f"w{i}" for i in range(4000))),
+        ("json", json.dumps({"properties": {f"k{i}": {"pattern": f"^[a-z]{{1,{i + 1}}}$"}
+                                            for i in range(300)}})),
+        ("json", json.dumps({"description": "?" * 4 * MAX_BYTES, "enum": ["a" * 9000]})),
+        ("grammar", "start: (A | b)+\nA: B /[a-z]+/i? // and?\nB: \"(\" | \")\"\nb: A \"x\"?"),
+    ],
+)  # fmt: skip
+def test_usual_expressions_are_not_too_long(kind: str, text: str) -> None:
+    grammars_of_bytes().check(Grammar(kind, text))

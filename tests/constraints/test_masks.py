@@ -206,3 +206,18 @@ def test_a_huge_choice_is_followed_or_refused(grammars: Grammars) -> None:
     assert answer(grammars, params.structured_outputs, random.Random(1)) in texts
     with pytest.raises(InvalidRequest, match="the limit is"):
         SamplingParams(structured_outputs={"choice": texts * 3})
+
+
+def test_a_text_that_never_ends_is_an_error_where_its_matcher_gives_up(grammars: Grammars) -> None:
+    """llguidance allows the end there, and the answer would be called whole."""
+    compiled = grammars.compile(Grammar("grammar", 'start: "a" start'))
+    join = RowJoin(0, "r", 0, (1,), 1, 0, (), SamplingParams(), frozenset((END,)))
+    row = Constraint(compiled, join, grammars.vocabulary, SIZE)
+    filler = MaskFiller(SIZE)
+    for position in range(1, 4):
+        filled = filler.fill([Wanted(row, position)])
+        if filled.errors:
+            break
+        row.drew(ord("a"))
+    assert "Too many items" in filled.errors[0]
+    assert not filled.words.any()

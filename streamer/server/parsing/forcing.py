@@ -182,6 +182,7 @@ class _Tags:
         if calls.body == "parameters" and calls.parameters is not None:
             ends = lark.written(tool.name + "".join(calls.name_ends[:1]))
             schema = _schema_of(tool, self._rules)
+            lark.spend(schema)
             tagged = Tagged(
                 lark, calls.parameters, schema,
                 is_strict=tool.is_strict and tool.name not in self._rules.loose,
