@@ -30,6 +30,7 @@ from streamer.server.answering import chat_answer
 from streamer.server.anthropic.routes import MessageRoutes
 from streamer.server.context import Context
 from streamer.server.errors import error_answer
+from streamer.server.gate import Gate
 from streamer.server.ollama.routes import OllamaRoutes
 from streamer.server.openai import chat, completions, embeddings, tokenizing
 from streamer.server.openai.common import encode, named, new_id
@@ -172,7 +173,7 @@ class Api:
     async def tokenize(self, request: Request) -> ASGIApp:
         """POST /tokenize."""
         service = self._service
-        tenant = service.admit(request.scope, is_for_later=True)
+        tenant = service.admit(request.scope)
         data = await service.bodies.read(request)
         body = tokenizing.TOKENIZE.decode(data)
         check_model(body.model, service.names)
@@ -202,7 +203,7 @@ class Api:
     async def detokenize(self, request: Request) -> ASGIApp:
         """POST /detokenize."""
         service = self._service
-        tenant = service.admit(request.scope, is_for_later=True)
+        tenant = service.admit(request.scope)
         data = await service.bodies.read(request)
         body = tokenizing.DETOKENIZE.decode(data)
         check_model(body.model, service.names)
@@ -370,4 +371,5 @@ def build_service_app(service: Service) -> ASGIApp:
         },
     )
     app.router.default = nothing_there
-    return Guard(app, service.config, service.metrics.refused, service.tickets)
+    gate = Gate(app, service)
+    return Guard(gate, service.config, service.metrics.refused, service.tickets)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from streamer.errors import (
     StreamerError,
     TooLarge,
 )
-from streamer.server.admission import TENANT, digest
+from streamer.server.admission import TENANT, Header, digest
 from streamer.server.errors import error_answer
 from streamer.server.tickets import Tickets, take_tickets
 
@@ -172,8 +173,8 @@ def _check_key(headers: Headers, keys: Sequence[bytes]) -> str:
     return digest(given.strip())
 
 
-async def deny(scope: Scope, send: Send, error: StreamerError) -> None:
-    """Answer with the error, on HTTP or instead of a WebSocket handshake."""
+async def deny(scope: Scope, send: Send, error: StreamerError, more: Sequence[Header] = ()) -> None:
+    """Answer with the error, on HTTP or instead of a WebSocket handshake; `more` are headers."""
     prefix = "http"
     if scope["type"] == "websocket":
         if "websocket.http.response" not in scope.get("extensions", {}):
@@ -185,7 +186,10 @@ async def deny(scope: Scope, send: Send, error: StreamerError) -> None:
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
         (b"x-content-type-options", b"nosniff"),
+        *more,
     ]
+    if isinstance(error, Overloaded):
+        headers.append((b"retry-after", str(math.ceil(error.retry_after_s)).encode()))
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     if error.status == 413:

@@ -95,14 +95,12 @@ class Service:
         if not engine.is_ready:
             raise engine.unavailable()
 
-    def admit(self, scope: Scope, *, is_for_later: bool = False) -> str:
+    def admit(self, scope: Scope) -> str:
         """Admit one more request of this caller, or raise why not; returns its tenant.
 
-        is_for_later  it waits for something else first: the queue may have room by then
+        Room in the queue is no condition: gate.py has seen to that for what needs it at once.
         """
         self.require_ready()
-        if not is_for_later:
-            self.require_room(scope)
         tenant = tenant_of(scope)
         self.admission.enter(tenant)
         return tenant
@@ -160,11 +158,9 @@ class Service:
 
     # ------------------------------------------------------------ requests
 
-    async def read(
-        self, request: Request, form: Form[B], *, is_for_later: bool = False
-    ) -> Prepared[B]:
+    async def read(self, request: Request, form: Form[B]) -> Prepared[B]:
         """Admit an HTTP request, then read, decode and check its body."""
-        self.admit(request.scope, is_for_later=is_for_later)
+        self.admit(request.scope)
         data = await self.bodies.read(request)
         body = form.reader.decode(data)
         is_whole = not body.stream

@@ -432,18 +432,6 @@ def test_a_create_that_waits_for_its_lane_is_not_refused_by_a_full_queue(server_
     assert kinds == ["response.incomplete"] * 2
 
 
-def test_a_full_queue_is_503_for_every_key(server_with: Any) -> None:
-    server = server_with(model="fake:tokens_per_s=50", max_num_seqs=1, max_queue=0)
-    body = {**CHAT, **ENDLESS, "stream": True}
-    with httpx.stream("POST", server.url + "/v1/chat/completions", json=body) as running:
-        events = sse(running)
-        next(events)
-        server.wait_metric('streamer_requests{state="running"}', 1)
-        refused = httpx.post(server.url + "/v1/chat/completions", json=CHAT)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_overloaded")
-    assert int(refused.headers["retry-after"]) >= 1
-
-
 def test_priority_is_a_right_of_the_key_on_every_route(server_with: Any) -> None:
     server = server_with(api_key=(KEY,))
     bodies = {

@@ -57,7 +57,7 @@ class MessageRoutes:
 
     async def count(self, request: Request) -> ASGIApp:
         """POST /v1/messages/count_tokens."""
-        prepared = await self._service.read(request, COUNT, is_for_later=True)
+        prepared = await self._service.read(request, COUNT)
         with self._service.bodies.used(prepared.tenant, prepared.num_bytes):
             prompt, _ = await self._encode(prepared)
         headers = {"x-content-type-options": "nosniff"}

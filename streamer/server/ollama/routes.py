@@ -83,7 +83,7 @@ class OllamaRoutes:
     async def show(self, request: Request) -> ASGIApp:
         """POST /api/show."""
         service = self._service
-        service.admit(request.scope, is_for_later=True)
+        service.admit(request.scope)
         body = SHOW_READER.decode(await service.bodies.read(request))
         if body.asked is None:
             raise InvalidRequest("model is required", param="model", code="missing_field")

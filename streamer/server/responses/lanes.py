@@ -138,7 +138,7 @@ class Lanes:
     def create(self, body: ResponseCreate, num_bytes: int, settings: Settings) -> None:
         """response.create: checked and given its id now, run when its lane is free."""
         service = self._service
-        service.admit(self._scope, is_for_later=True)  # its lane may be busy
+        service.admit(self._scope)  # its lane may be busy
         for name, value in (("background", body.background), ("stream", body.stream is False)):
             if value:
                 raise InvalidRequest(
@@ -220,7 +220,7 @@ class Lanes:
         else:
             try:
                 steer = steering.read_steer(event, size, decode)
-                self._service.admit(self._scope, is_for_later=True)
+                self._service.admit(self._scope)
             except InvalidRequest as e:
                 code, text = "invalid_input", e.message
             except StreamerError as e:

@@ -128,7 +128,7 @@ class ResponseRoutes:
     async def input_tokens(self, request: Request) -> ASGIApp:
         """POST /v1/responses/input_tokens: the number of prompt tokens of such a response."""
         service = self._service
-        prepared = await service.read(request, RESPONSE, is_for_later=True)
+        prepared = await service.read(request, RESPONSE)
         with service.bodies.used(prepared.tenant, prepared.num_bytes):
             turn = await turn_of(service, prepared, new_id("resp_"))
         return _body(encode(InputTokens(len(turn.prompt))))

@@ -212,7 +212,7 @@ class Session:
             refusal = InvalidRequest(text, param="type", code="unknown_event")
         elif head.type == "response.create":
             try:
-                self._service.admit(self._scope, is_for_later=True)
+                self._service.admit(self._scope)
             except StreamerError as e:
                 refusal = e
         self._refuse(refusal, head.stream_id)
