@@ -163,6 +163,8 @@ class BeamSearch:
     ) -> Iterator[tuple[float, int, int]]:
         stop_ids = self._stop_ids
         for index, logprob in enumerate(row.logprobs):
+            if logprob == -inf:
+                return  # the model bans this token, and those after it
             if may_stop or row.tokens[index] not in stop_ids:
                 yield before + logprob, parent, index
 

@@ -263,6 +263,17 @@ def test_a_vocabulary_smaller_than_the_width() -> None:
     ]
 
 
+def test_a_token_that_the_model_bans_goes_on_nowhere() -> None:
+    """Where all others are banned the search ends, with fewer answers than its width."""
+    params = SamplingParams(use_beam_search=True, beam_width=2, max_tokens=3)
+    beams = BeamSearch(params, num_prompt=1, max_tokens=3, stop_ids=frozenset({1}))
+    row = Candidates([5, 1, 6, 7], [-0.5, -1.0, -inf, -inf])
+    assert beams.advance([[0]], [row]) == ((0, 5),)
+    assert beams.settle([[0, 5]]) == []
+    assert beams.advance([[0, 5]], [Candidates([1, 5, 6, 7], [0.0, -inf, -inf, -inf])]) == ()
+    assert [e.tokens for e in beams.ended] == [(5, 1), (1,)]
+
+
 def test_only_what_may_be_returned_holds_back_the_settled_prefix() -> None:
     """With n=1 that is the best that ended, beside those that run."""
     params = SamplingParams(use_beam_search=True, beam_width=2, length_penalty=0.0)
