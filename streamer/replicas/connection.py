@@ -53,7 +53,6 @@ class Connection(asyncio.Protocol):
         self.on_drained: Callable[[], None] = lambda: None
         self.on_message = on_message
         self.on_lost = on_lost
-        self.heard = 0.0
         self._secret = secret
         self._listens = listens
         self._on_open = on_open
@@ -65,6 +64,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
+        self.heard = self._loop.time()
 
     # ------------------------------------------------------------ sending
 

@@ -174,6 +174,7 @@ class Link:
                 await loop.create_connection(self._make, host.strip("[]"), int(port))
         except (OSError, TimeoutError, ValueError) as error:
             log.debug("replica %s can't be reached: %s", self.name, error)
+            self._connection = None  # uvloop makes a protocol before it has a socket
         finally:
             self._connecting = None
 

@@ -10,10 +10,22 @@ import msgspec
 import pytest
 
 from streamer import handshake
+from streamer.cli.loop import new_runner
 from streamer.errors import NotFound, Overloaded
+from streamer.replicas.cluster import Cluster
 from streamer.replicas.connection import LENGTH
-from streamer.replicas.messages import Problem
-from tests.replicas.helpers import SECRET, Replicas, read, replicas, request, undisturbed, until
+from streamer.replicas.messages import Member, Problem
+from tests.replicas.helpers import (
+    DEADLINE_S,
+    SECRET,
+    Replicas,
+    free_port,
+    read,
+    replicas,
+    request,
+    undisturbed,
+    until,
+)
 
 
 async def connect(found: Replicas) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -137,3 +149,29 @@ def test_an_error_is_the_same_after_its_way() -> None:
             assert getattr(back, name, None) == getattr(error, name, None)
     unknown = Problem("OSError", "no error of ours", None, None).error
     assert unknown.status == 500
+
+
+async def refused_and_then_taken() -> None:
+    found, port = Replicas(), free_port()
+
+    async def members() -> list[Member]:
+        return [Member("r0", f"127.0.0.1:{port}")]
+
+    cluster = Cluster(found.config, members, SECRET)
+    try:
+        starting = asyncio.create_task(cluster.start())
+        await until(lambda: cluster._links._links)
+        (link,) = cluster._links._links.values()
+        await until(lambda: link._connecting is None)
+        await found.add("r0", port=port)
+        async with asyncio.timeout(DEADLINE_S):
+            await starting
+    finally:
+        await cluster.aclose()
+        await found.aclose()
+
+
+def test_a_replica_that_refused_a_connection_is_tried_again(caplog: Any) -> None:
+    with new_runner() as runner:  # the loop of `streamer serve`
+        runner.run(refused_and_then_taken())
+    assert "silent" not in caplog.text
