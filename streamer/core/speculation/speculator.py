@@ -41,12 +41,14 @@ DRAFT_PRIOR: Final = 0.6  # acceptance of a draft model's token before one was s
 DRAFT_WEIGHT: Final = 1 / 16  # of a verified token in a row's running mean
 WAITED: Final = 2.2  # tokens expected of a verification that a row waits a plan for
 POOR_DRAFT: Final = 0.25  # acceptance below which a row's draft is only tried now and then
-# What the account is charged for looking in a step, for each row that is looked at, and for each
-# token indexed, in caches that the model has used since (EPYC Zen 5, Python 3.11, 2026-11-22): to
-# look at 64 rows in every step took 0.3 ms beside a step of 1.5.
-LOOKS_S: Final = 2e-5
-LOOK_S: Final = 8e-6
+# What the account is charged for looking in a step, for each row that is looked at, for each token
+# indexed, and for a row from its beginning to its end, in caches that the model has used since
+# (EPYC Zen 5, Python 3.11, 2026-11-23): at 32 rows two thirds of the first two left a step of
+# 2.0 ms 28 us longer, where a hundredth was granted, and the ends of rows took 5 more.
+LOOKS_S: Final = 3e-5
+LOOK_S: Final = 1.2e-5
 INDEX_S: Final = 4e-7
+ROW_S: Final = 2e-5
 MOST_RESTS: Final = 64  # steps in a row that are not even counted while the account is empty
 LONG_MATCH: Final = 8  # a match from which a row needs no draft
 # Known tokens until a row whose drafts do not pay has one token tried again, doubled each time;
@@ -174,6 +176,7 @@ class Speculator:
             return
         row = self._rows[seq] = _Row((add.salt, add.tenant), self._draft_rate)
         row.unlost = self._lost - row.slack(seq, 0.0)  # what it gained before is not spent again
+        self._account.add(-ROW_S)
         self._cold[seq] = None
 
     def _open(self, seq: Sequence, row: _Row) -> None:
