@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from typing import cast
+from typing import Final, cast
 
 import msgspec
 
@@ -18,6 +18,7 @@ from streamer.core.plan import Drawn, Finish, FinishReason, Notice, TokenLogprob
 from streamer.core.sampling import SamplingParams
 from streamer.tokenizer.text import TextStream
 
+WRITTEN: Final = 64  # tokens after which their text is written, also where no reader needs it
 PROMPT_TOKEN_BYTES = 36  # an int and its place in a tuple
 # What CPython keeps of a TokenLogprob, and of each alternative: objects, not numbers.
 LOGPROB_BYTES = 160
@@ -69,9 +70,23 @@ def deltas_of(items: list[Delta | Notice]) -> list[Delta]:
 
 
 class ChoiceLog:
-    """See the module. `tokens` holds token ids below 2**31."""
+    """See the module. `tokens` holds token ids below 2**31.
 
-    __slots__ = ("_ends", "_last", "_logprob_bytes", "_logprobs", "_text", "_writer", "tokens")
+    Text is written when it is read, or after WRITTEN tokens: a reader that takes each token at once
+    gets the token's own text, if that is all that it releases.
+    """
+
+    __slots__ = (
+        "_ends",
+        "_is_simple",
+        "_last",
+        "_logprob_bytes",
+        "_logprobs",
+        "_num_shown",
+        "_text",
+        "_writer",
+        "tokens",
+    )
 
     def __init__(self, writer: TextStream, has_logprobs: bool) -> None:
         self.tokens = array("i")
@@ -81,40 +96,72 @@ class ChoiceLog:
         self._last = ""  # text released by the last token
         self._logprobs: list[TokenLogprob] | None = [] if has_logprobs else None
         self._logprob_bytes = 0
+        self._is_simple = writer.is_plain and not has_logprobs
+        # Tokens up to the last one shown, if each not written yet has released its own text alone.
+        self._num_shown = 0 if self._is_simple else -1
 
     @property
     def num_bytes(self) -> int:
         """About the bytes of memory the log occupies."""
+        self._write()
         return len(self._text) + 12 * len(self.tokens) + self._logprob_bytes
 
     @property
     def has_rest(self) -> bool:
         """Whether the end released text that no token had."""
+        self._write()
         return len(self._text) > (self._ends[-1] if self._ends else 0)
 
     def num_shown(self, end: int) -> int:
         """Of the first `end` tokens, those up to the last one that released text."""
+        self._write()
         released = self._ends[end - 1] if end else 0
         if end > 1 and self._ends[end - 2] < released:
             return end  # the usual case, without a search
         return bisect_left(self._ends, released, 0, end) + 1 if released else 0
 
-    def push(self, token: int, logprob: TokenLogprob | None, finish: Finish | None) -> None:
+    def push(
+        self, token: int, logprob: TokenLogprob | None = None, finish: Finish | None = None
+    ) -> None:
         """One more token, with its finish if it is the last."""
+        if finish is None and self._is_simple:
+            tokens = self.tokens
+            tokens.append(token)
+            if not len(tokens) % WRITTEN:
+                self._write()
+            return
+        self._write()
+        self._num_shown = -1
         self.tokens.append(token)
         if self._logprobs is not None:
             logprob = logprob or TokenLogprob(token, float("nan"))
             self._logprobs.append(logprob)
             self._logprob_bytes += bytes_of((logprob,))
         if finish is None:
-            text = self._writer.push(token)
-        else:
-            # A token that ended the choice by its id is no part of the text.
-            ended_by_id = finish.text_bytes is not None and not isinstance(finish.stop, str)
-            text = self._writer.finish(finish.text_bytes, None if ended_by_id else token)
+            self._release(self._writer.push(token))
+            return
+        # A token that ended the choice by its id is no part of the text.
+        ended_by_id = finish.text_bytes is not None and not isinstance(finish.stop, str)
+        self._release(self._writer.finish(finish.text_bytes, None if ended_by_id else token))
+
+    def _release(self, text: str) -> None:
+        """The text of the next token that has none."""
         self._text += text.encode()
         self._ends.append(len(self._text))
         self._last = text
+
+    def _write(self) -> None:
+        """Write the text of the tokens that have none yet."""
+        tokens, ends = self.tokens, self._ends
+        if len(ends) == len(tokens):
+            return
+        text, shown = self._text, tokens[len(ends) : max(0, self._num_shown)]
+        for piece in self._writer.pass_over(shown):
+            text += piece
+            ends.append(len(text))
+        for token in tokens[len(ends) :]:
+            self._release(self._writer.push(token))
+        self._num_shown = len(tokens) if self._writer.is_whole else -1
 
     def restore(self, drawn: Drawn) -> None:
         """Take what the choice drew in an engine before this one, as if it came now.
@@ -134,12 +181,14 @@ class ChoiceLog:
 
     def end(self, finish: Finish) -> None:
         """No more tokens: release what was held back, cut where the core ended it."""
+        self._write()
         text = self._writer.finish(finish.text_bytes)
         self._text += text.encode()
         self._last += text
 
     def split(self, delta: Delta) -> Iterator[Delta]:
         """The delta token by token; text that no token released comes with the finish."""
+        self._write()
         first, end = delta.start, delta.start + len(delta.token_ids)
         for i in range(first, end):
             begin = self._ends[i - 1] if i else 0
@@ -151,6 +200,7 @@ class ChoiceLog:
 
     def text_from(self, start: int) -> str:
         """Text after the first `start` tokens, as far as it is released."""
+        self._write()
         begin = self._ends[start - 1] if start else 0
         return self._text[begin:].decode()
 
@@ -160,12 +210,19 @@ class ChoiceLog:
 
     def delta(self, choice: int, start: int, finish: Finish | None) -> Delta:
         """Everything from token `start` on."""
-        if start == len(self.tokens) - 1 and self._logprobs is None:  # a reader that is not late
-            return Delta(choice, start, (self.tokens[start],), self._last, None, finish)
+        tokens, end = self.tokens, start + 1
+        if end == len(tokens) and self._logprobs is None:  # a reader that is not late
+            token = tokens[start]
+            if start == self._num_shown and (text := self._writer.own_text(token)) is not None:
+                self._num_shown, self._last = end, text
+                return Delta(choice, start, (token,), text, None, finish)
+            if end != self._num_shown:
+                self._write()
+            return Delta(choice, start, (token,), self._last, None, finish)
         return Delta(
             choice,
             start,
-            tuple(self.tokens[start:]),
+            tuple(tokens[start:]),
             self.text_from(start),
             self.logprobs_from(start),
             finish,

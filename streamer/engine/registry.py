@@ -104,6 +104,7 @@ class Registry:
         # names the same tuple again.
         self._drawn: tuple[str, ...] = ()
         self._drawn_by: list[TokenStream | None] = []
+        self._draw_once = False  # each of them one token
         # Ended here before the scheduler ended them: choices whose finishes are still to come.
         self._leaving: dict[str, int] = {}
         self._retained = Retention(retain_s, retain_bytes, self._dropped)
@@ -267,7 +268,14 @@ class Registry:
         ids, choices, logprobs = output.request_ids, output.choices, output.logprobs
         if ids is not self._drawn:
             self._drawn, self._drawn_by = ids, [self._live.get(each) for each in ids]
+            self._draw_once = len(set(ids)) == len(ids)
         streams = self._drawn_by
+        if self._draw_once and not finishes and not logprobs:
+            for stream, choice, token in zip(streams, choices, output.tokens, strict=True):
+                if stream is not None:
+                    stream.push(choice, token, None, None)
+                    stream.wake()
+            return
         following = (*streams[1:], None) if streams else ()
         drawn = zip(streams, choices, output.tokens, following, strict=True)
         for i, (stream, choice, token, next_stream) in enumerate(drawn):

@@ -103,6 +103,7 @@ class TokenStream:
         "_notice",
         "_num_open",
         "_num_readers",
+        "_only",
         "_readers",
         "_reasoned",
         "_reasoning",
@@ -166,6 +167,8 @@ class TokenStream:
             ChoiceLog(TextStream(token_bytes, stop, shown), params.logprobs is not None)
             for _ in range(params.n)
         ]
+        # Its choice, while it is the only one and has not ended.
+        self._only = self._choices[0] if params.n == 1 else None
         self._num_open = params.n
         self._head = 0  # output tokens of all choices
         self._context_bytes = request.context_bytes
@@ -436,6 +439,14 @@ class TokenStream:
 
     def take(self, reader: Reader) -> list[Delta | Notice]:
         """The notices and tokens beyond the reader's cursors, which move to the end."""
+        only = self._only
+        if only is not None and not reader.notices:  # most often: it spares the loop
+            start, end = reader.cursors[0], self._head
+            reader.given = end
+            if start >= end:
+                return []
+            reader.cursors[0] = end
+            return [only.delta(0, start, None)]
         items: list[Delta | Notice] = []
         if reader.notices:
             items.extend(reader.notices.values())
@@ -523,11 +534,11 @@ class TokenStream:
         self, choice: int, token: int, logprob: TokenLogprob | None, finish: Finish | None
     ) -> None:
         """One more token of a choice, and its end if that is the last one."""
-        self._last = time.perf_counter()
+        self._last = now = time.perf_counter()
         self._head += 1
         self._choices[choice].push(token, logprob, finish)
         if self._first is None:
-            self._first = self._last
+            self._first = now
             self._notify_observers()
         if finish is not None:
             self._close(finish)
@@ -565,6 +576,7 @@ class TokenStream:
         self.proposed_tokens += finish.proposed_tokens
         self.accepted_tokens += finish.accepted_tokens
         self._num_open -= 1
+        self._only = None
         if not self._num_open:
             self._set_ended()
 

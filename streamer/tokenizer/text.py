@@ -8,7 +8,7 @@ event loop.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
@@ -20,18 +20,20 @@ class TextStream:
     token_bytes  token id -> its bytes; special tokens and ids beyond it have none
     stop         stop strings as bytes
     special      token id -> how a special token is shown; empty where they are left out
+    is_plain     it has neither: a token's text follows from its bytes and an incomplete character
+    is_whole     no incomplete character is held
     """
 
     __slots__ = (
         "_decoder",
         "_held",
-        "_is_plain",
-        "_is_whole",
         "_marks",
         "_seen",
         "_special",
         "_stop",
         "_table",
+        "is_plain",
+        "is_whole",
     )
 
     def __init__(
@@ -45,15 +47,15 @@ class TextStream:
         self._special = special or {}
         # Bytes that never become valid turn into U+FFFD at once: the decoder holds at most three.
         self._decoder = _UTF8("replace")
-        self._is_whole = True  # the decoder holds nothing
-        self._is_plain = not self._stop and not self._special
+        self.is_whole = True  # the decoder holds nothing
+        self.is_plain = not self._stop and not self._special
         self._seen = 0  # bytes
         self._held = b""  # may be the beginning of a stop string
         self._marks: list[tuple[int, bytes]] = []  # (offset in _held, special token shown there)
 
     def push(self, token_id: int) -> str:
         """The text that can be released now that this token has come; may be empty."""
-        if self._is_plain:
+        if self.is_plain:
             table = self._table
             piece = table[token_id] if token_id < len(table) else b""
             self._seen += len(piece)
@@ -61,6 +63,20 @@ class TextStream:
         piece = self._hold(token_id)
         held_back = max([stop.push(piece) for stop in self._stop], default=0)
         return self._release(len(self._held) - held_back)
+
+    def own_text(self, token_id: int) -> str | None:
+        """A token's text where nothing is held and nothing is special; None: it has none alone."""
+        try:
+            return self._table[token_id].decode()
+        except (IndexError, UnicodeDecodeError):
+            return None
+
+    def pass_over(self, token_ids: Iterable[int]) -> list[bytes]:
+        """Count tokens that had their `own_text`; returns their bytes."""
+        table = self._table
+        pieces = [table[token_id] for token_id in token_ids]
+        self._seen += sum(map(len, pieces))
+        return pieces
 
     def finish(self, text_bytes: int | None = None, token_id: int | None = None) -> str:
         """The remaining text, with the last token's if given, cut at output byte `text_bytes`."""
@@ -76,13 +92,13 @@ class TextStream:
 
     def _decode(self, piece: bytes) -> str:
         """Whole characters of the held and these bytes; an incomplete character is held."""
-        if self._is_whole:
+        if self.is_whole:
             try:
                 return piece.decode()  # a quarter of the incremental decoder's time
             except UnicodeDecodeError:
                 pass
         text = self._decoder.decode(piece)
-        self._is_whole = not self._decoder.getstate()[0]
+        self.is_whole = not self._decoder.getstate()[0]
         return text
 
     def _hold(self, token_id: int) -> bytes:
