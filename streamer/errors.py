@@ -147,6 +147,10 @@ class ConfigError(StreamerError):
     code = "bad_config"
 
 
+class JournalInUse(ConfigError):
+    """A journal that another process has open."""
+
+
 class ModelNotSupported(ConfigError):
     """A checkpoint that can't be served; says what is missing, before loading."""
 

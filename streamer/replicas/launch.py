@@ -94,7 +94,9 @@ class RayCluster(Cluster):
 
         if not ray.is_initialized():
             try:
+                # Without an address it would join, and then keep, any Ray that runs here.
                 ray.init(
+                    address=os.environ.get("RAY_ADDRESS") or "local",
                     namespace=under_ray.NAMESPACE,
                     include_dashboard=False,
                     log_to_driver=False,

@@ -20,18 +20,23 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from streamer.config import Config
-from streamer.errors import ConfigError
+from streamer.errors import ConfigError, JournalInUse
 from streamer.replicas.directory import RENEW_S, Directory
 
 if TYPE_CHECKING:
     from streamer.replicas.messages import Member
+    from streamer.replicas.replica import ReplicaServer
 
 NAMESPACE: Final = "streamer"
 # Of no use to a replica, and Ray keeps what it is given.
 SECRETS: Final = ("api_key", "key_limits", "metrics_key")
 HEALTH_PERIOD_S: Final = 1.0
-HEALTH_TIMEOUT_S: Final = 10.0
+# Ray Serve ends a replica that was silent three times for so long; ingresses gave it up after the
+# first (link.py: SILENT_S).
+HEALTH_TIMEOUT_S: Final = 5.0
 STOP_S: Final = 15.0  # beyond drain_timeout, for what ends after it
+# Beyond both: until Ray Serve has killed a process that stands still, which holds its journal.
+STOPPED_S: Final = 30.0
 
 log = logging.getLogger(__name__)
 
@@ -135,19 +140,20 @@ class Replica:
         self._holder = secrets.token_hex(8)
         self._directory = open_directory(import_serve().get_replica_context().app_name)
         self._name = await self._claim()
-        self._server = ReplicaServer(
-            config,
-            name=self._name,
-            secret=await self._directory.secret.remote(),
-            host=ray.util.get_node_ip_address(),
-        )
+        secret = await self._directory.secret.remote()
+        host = ray.util.get_node_ip_address()
+        self._address = ""
         self._renewing = asyncio.create_task(self._renew())
         try:
-            await self._server.start()
+            self._server = await start_when_free(
+                lambda: ReplicaServer(config, name=self._name, secret=secret, host=host),
+                config.drain_timeout + STOP_S + STOPPED_S,
+            )
         except BaseException:
-            await self._end()
+            await self._leave()
             raise
-        log.info("replica %s takes requests at %s", self._name, self._server.address)
+        self._address = self._server.address
+        log.info("replica %s takes requests at %s", self._name, self._address)
 
     async def check_health(self) -> None:
         """Called by Ray Serve, which replaces a replica where this raises."""
@@ -166,11 +172,11 @@ class Replica:
     async def __del__(self) -> None:
         """Called by Ray Serve before it ends the process: its requests go on elsewhere."""
         await self._server.drain(self._drain_s)
-        await self._end()
-
-    async def _end(self) -> None:
-        self._renewing.cancel()
         await self._server.aclose()
+        await self._leave()
+
+    async def _leave(self) -> None:
+        self._renewing.cancel()
         await self._directory.release.remote(self._name, self._holder)
 
     async def _claim(self) -> str:
@@ -187,12 +193,38 @@ class Replica:
         while True:
             with contextlib.suppress(ray.exceptions.RayError):
                 is_ours = await self._directory.renew.remote(
-                    self._name, self._holder, self._server.address
+                    self._name, self._holder, self._address
                 )
                 if not is_ours:
                     log.critical("replica %s is another process by now", self._name)
                     os._exit(1)
             await asyncio.sleep(RENEW_S)
+
+
+async def start_when_free(make: Callable[[], ReplicaServer], deadline_s: float) -> ReplicaServer:
+    """A replica that has started, once the process that had its name lets go of the journal.
+
+    One that stands still does so when Ray Serve kills it, which takes three failed health checks
+    and the time for a graceful end. Raises what prevents the start.
+    """
+    end = time.monotonic() + deadline_s
+    is_logged = False
+    while True:
+        server = make()
+        try:
+            await server.start()
+            return server
+        except JournalInUse as error:
+            await server.aclose()
+            if time.monotonic() > end:
+                raise
+            if not is_logged:
+                log.warning("replica %s waits: %s", server.name, error.message)
+            is_logged = True
+        except BaseException:
+            await server.aclose()
+            raise
+        await asyncio.sleep(RENEW_S)
 
 
 def set_up_process(config: Config) -> None:

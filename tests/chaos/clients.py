@@ -101,7 +101,12 @@ async def sse(response: httpx.Response) -> AsyncIterator[tuple[str, Any]]:
 
 
 async def _checked(response: httpx.Response) -> None:
-    """Raise for a server that is not ready; anything else but 200 is a lost answer."""
+    """Raise for a server that is not ready; anything else but 200 is a lost answer.
+
+    A plain 500 is Ray Serve's proxy's, whose ingress was killed: official clients try again too.
+    """
+    if response.status_code == 500 and response.headers["content-type"].startswith("text/plain"):
+        raise EOFError
     if response.status_code == 503:
         assert "retry-after" in response.headers
         raise EOFError

@@ -30,7 +30,7 @@ from streamer.engine.journal.records import (
     pack,
     unpack,
 )
-from streamer.errors import ConfigError
+from streamer.errors import ConfigError, JournalInUse
 
 FILE: Final = "journal.sqlite"
 BESIDE: Final = ("-wal", "-shm", "-journal")  # files that SQLite has beside it
@@ -91,7 +91,7 @@ class Store:
         except sqlite3.DatabaseError as e:
             _close(db)
             if _code(e) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-                raise ConfigError(
+                raise JournalInUse(
                     f"journal: another server uses {self.folder}; each needs a folder of its own",
                     param="journal",
                 ) from None
