@@ -36,7 +36,7 @@ overload: $(VENV)/.ready ## ten times the sustainable rate for 2 minutes, with t
 chaos: $(VENV)/.ready-dev ## kill a server at 100 random moments beneath its clients, and every other fault; ten minutes
 	STREAMER_KILLS=100 STREAMER_VANISHING=1000 $(BIN)/python -m pytest -s -o faulthandler_timeout=0 tests/chaos $(ARGS)
 
-ray-tests: $(VENV)/.ready-dev ## replicas and ingresses under a real Ray are killed, stopped and scaled; four minutes
+ray-tests: $(VENV)/.ready-dev ## replicas and ingresses under a real Ray are killed, stopped and scaled; five minutes
 	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[ray]'
 	$(BIN)/python -m pytest -o faulthandler_timeout=300 tests/ray $(ARGS)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.chaos.clients import Events, Server, response_by_socket, response_by_sse
@@ -197,3 +198,39 @@ async def test_streamer_serve_starts_and_ends_all_of_it(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, 30.0) == 0
         await asyncio.to_thread(wait_for, lambda: not alive(below), "processes are left", 10.0)
+
+
+async def test_after_a_kill_of_streamer_serve_its_journals_have_all_that_it_answered(
+    tmp_path: Path,
+) -> None:
+    flags = ("--replicas", "2", "--num-gpu-blocks-override", "20000", "--max-wait-s", "0")
+    flags += ("--journal", str(tmp_path / "journal"))
+    body = {"model": "fake", "input": "count", "ignore_eos": True, "max_output_tokens": 10}
+    long = {**body, "background": True, "max_output_tokens": 200}
+
+    def has_two() -> bool:
+        return len(running.metric("streamer_steps_total")) == 2
+
+    async def read(client: httpx.AsyncClient, name: str) -> Any:
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                found = (await client.get(f"/v1/responses/{name}")).raise_for_status().json()
+                if found["status"] not in ("queued", "in_progress"):
+                    return found["output"][0]["content"][0]["text"]
+                await asyncio.sleep(0.1)
+
+    with UnderRay.alone(tmp_path, FAKE["model"], *flags) as running:
+        await asyncio.to_thread(wait_for, has_two, "no replicas")
+        async with httpx.AsyncClient(base_url=running.url, timeout=20.0) as client:
+            started = [(await client.post("/v1/responses", json=long)).json() for _ in range(4)]
+            answers = [(await client.post("/v1/responses", json=body)).json() for _ in range(4)]
+            before = [await read(client, answer["id"]) for answer in answers]
+        engines = running.pids(REPLICA)
+        running.process.kill()
+        await asyncio.to_thread(wait_for, lambda: not alive(engines), "engines are left", 15.0)
+    with UnderRay.alone(tmp_path, FAKE["model"], *flags) as running:
+        await asyncio.to_thread(wait_for, has_two, "no replicas")
+        async with httpx.AsyncClient(base_url=running.url, timeout=20.0) as client:
+            assert [await read(client, answer["id"]) for answer in answers] == before
+            for answer in started:
+                assert len(check_counting(await read(client, answer["id"]))) == 200
