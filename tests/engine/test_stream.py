@@ -185,6 +185,19 @@ async def test_notices_that_piled_up_keep_the_order_in_which_they_last_came() ->
     await reader.aclose()
 
 
+async def test_a_notice_that_repeats_the_one_before_is_not_passed_on() -> None:
+    stream = lone_stream()
+    reader = stream.attach(0, lambda: None)
+    waiting = Notice("r", NoticeKind.WAITING, position=2)
+    stream.notify(waiting)
+    assert stream.take(reader) == [waiting]
+    stream.notify(Notice("r", NoticeKind.WAITING, position=2))
+    assert stream.take(reader) == []
+    stream.notify(Notice("r", NoticeKind.WAITING, position=1))
+    assert stream.take(reader) == [Notice("r", NoticeKind.WAITING, position=1)]
+    stream.detach(reader)
+
+
 async def test_cached_tokens_are_those_of_the_first_run() -> None:
     stream = lone_stream()
     stream.notify(Notice("r", NoticeKind.RUNNING, cached_tokens=2))
