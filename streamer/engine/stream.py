@@ -550,9 +550,8 @@ class TokenStream:
             self._close(finish)
 
     def notify(self, notice: Notice) -> None:
-        """Pass a notice to the readers, unless it only repeats the one before, as a replica's does
-        its ingress's; the first RUNNING starts the stream's times."""
-        if notice == self._notice:
+        """Pass a notice to the readers; the first RUNNING starts the stream's times."""
+        if notice == self._notice:  # a replica's, after its ingress's own
             return
         if notice.kind is NoticeKind.RUNNING and self._started is None:
             self._started = time.perf_counter()
