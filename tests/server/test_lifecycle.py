@@ -22,7 +22,8 @@ from streamer.core.plan import Plan
 from streamer.core.sizes import ModelInfo
 from streamer.engine.core import InFlight, Owner, Runner
 from streamer.engine.engine import AsyncEngine
-from streamer.errors import ConfigError, EngineDead
+from streamer.engine.refusals import loading
+from streamer.errors import ConfigError, EngineDead, StreamerError
 from streamer.server.lifecycle import COLLECT_AFTER, bind, serve
 from tests.server.support.counting import CHAT, check_counting, sse
 from tests.server.support.running import BUNDLED, Running
@@ -80,6 +81,9 @@ class SlowEngine(SimpleNamespace):
     async def start(self) -> None:
         await self.loaded.wait()
         self.is_ready = True
+
+    def unavailable(self) -> StreamerError:
+        return loading()
 
     async def drain(self, deadline_s: float) -> None:
         self.is_draining = True

@@ -94,7 +94,7 @@ def answer_for(small: Running, route: openapi.Route) -> str:
 def test_every_route_of_the_app_is_described(server: Running) -> None:
     guard: Any = build_service_app(Service(server.engine, server.config))
     described = {(r.method, r.path) for r in ROUTES}
-    routes = [r for r in guard._app.routes if isinstance(r, Route)]
+    routes = [r for r in guard._app._app.routes if isinstance(r, Route)]
     served = {
         (method, route.path.replace(":path", ""))
         for route in routes

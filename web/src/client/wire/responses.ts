@@ -256,7 +256,7 @@ export interface InputDetails {
 }
 
 /** Proposed before they were drawn, and right or not; the right ones are part of the answer. */
-export interface OutputDetails {
+export interface CompletionDetails {
   accepted_prediction_tokens: number;
   rejected_prediction_tokens: number;
   reasoning_tokens: number;
@@ -266,7 +266,7 @@ export interface Usage {
   input_tokens: number;
   input_tokens_details: InputDetails;
   output_tokens: number;
-  output_tokens_details: OutputDetails;
+  output_tokens_details: CompletionDetails;
   total_tokens: number;
 }
 
