@@ -81,9 +81,13 @@ class Constraint:
             behind = self._followed(self.place, behind)
             if self.place.stage == "answer":
                 self.place = None
-        if behind and self._matcher is not None:
-            self._matcher.consume_tokens(behind)
-        return self._matcher if self.place is None else None
+        matcher = self._matcher
+        if matcher is not None:
+            for token in behind:
+                if matcher.is_stopped():  # more ends, where min_tokens had not come yet
+                    break
+                matcher.consume_token(token)
+        return matcher if self.place is None else None
 
     @property
     def forced(self) -> tuple[int, ...]:

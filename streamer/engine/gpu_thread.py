@@ -176,14 +176,14 @@ class GpuThread:
                 self._num_ended += 1
             if inbox.is_stopped:
                 return
-            while inbox.view_queries:
+            if output is not None:
+                self._is_warm = True
+                inbox.permits -= 1
+                self._post(self._listener.on_output, output, time.perf_counter())
+            while inbox.view_queries:  # after the output of the steps that they show
                 self._post(self._listener.on_view, core.snapshot())
             if output is None:
                 inbox.wait()
-                continue
-            self._is_warm = True
-            inbox.permits -= 1
-            self._post(self._listener.on_output, output, time.perf_counter())
 
     def _post(self, listener: Callable[..., None], *args: object) -> None:
         if self.is_hung:  # it went on after all, but on_end was called already
