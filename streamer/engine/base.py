@@ -282,7 +282,7 @@ class Engine(ABC):
             message = f"the answer {what} within the request's deadline of {deadline_s:g} s"
             self._streams.fail(stream, DeadlineExceeded(message))
 
-        left_s = max(0.0, stream.created + deadline_s - time.time())
+        left_s = time_left_s(deadline_s, stream.created, time.time())
         timer = asyncio.get_running_loop().call_later(left_s, expire)
         stream.observers.append(lambda s: timer.cancel() if s.is_finished else None)
 
@@ -474,3 +474,8 @@ async def within(seconds: float, event: Awaitable[object]) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+def time_left_s(deadline_s: float, created: float, now: float) -> float:
+    """What is left of a deadline; a clock set back since `created` adds nothing to it."""
+    return max(0.0, deadline_s - max(0.0, now - created))

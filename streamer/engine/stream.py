@@ -81,7 +81,7 @@ class TokenStream:
     error          what ended the stream without finishes: the engine's death
     context        GenerateRequest.context, unchanged
     request        as it was accepted, without its progress and prediction
-    is_kept        it is retained after its end
+    is_kept, is_restored  it is retained after its end; it had progress when it was submitted
     is_durable, is_stored  as in GenerateRequest
     cut_off_by     why it is cancelled, the `detail` of its finishes then: SHUTDOWN, STEERED
     observers      called when it starts, gets its first token, and ends; must not raise
@@ -97,7 +97,6 @@ class TokenStream:
         "_first",
         "_flow",
         "_head",
-        "_is_restored",
         "_last",
         "_no_lag_until",
         "_notice",
@@ -120,6 +119,7 @@ class TokenStream:
         "finishes",
         "is_durable",
         "is_kept",
+        "is_restored",
         "is_stored",
         "observers",
         "params",
@@ -176,7 +176,7 @@ class TokenStream:
         self._readers: list[Reader] = []
         self._num_readers = 0  # ever
         self._notice: Notice | None = None
-        self._is_restored = request.progress is not None
+        self.is_restored = request.progress is not None
         self._no_lag_until = 0  # up to this head no reader that is here now can lag too far
         self._submitted = time.perf_counter()
         self._started: float | None = None
@@ -426,7 +426,7 @@ class TokenStream:
             )
         for choice, log in enumerate(self._choices):
             head, is_live = len(log.tokens), self.finishes[choice] is None and self.error is None
-            if cursors[choice] > head and is_live and self._is_restored:
+            if cursors[choice] > head and is_live and self.is_restored:
                 cursors[choice] = min(cursors[choice], self.params.max_tokens or head)
                 continue
             if cursors[choice] > head and is_live:

@@ -20,9 +20,10 @@ from websockets.exceptions import WebSocketException
 DELTA = ".delta"
 ENDS = ("response.completed", "response.incomplete", "response.failed")
 LOST = (httpx.HTTPError, OSError, WebSocketException, EOFError)
-# Times, and what the cache had: they may differ.
+# Times, what the cache had, and what was proposed: they may differ.
 CHANGING = ("id", "created_at", "completed_at", "created", "input_tokens_details", "stream_id")
 CHANGING += ("previous_response_id", "prompt_tokens_details", "timing", "usage_details")
+CHANGING += ("accepted_prediction_tokens", "rejected_prediction_tokens")
 
 
 class Server:

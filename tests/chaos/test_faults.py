@@ -22,6 +22,7 @@ import pytest
 
 from streamer.config import Config
 from streamer.core.sampling import SamplingParams
+from streamer.engine.base import time_left_s
 from streamer.engine.journal.records import Accepted, Saved, Tail
 from streamer.engine.journal.restoring import restored
 from streamer.engine.requests import GenerateRequest
@@ -251,6 +252,9 @@ def test_a_deadline_over_a_restart_is_never_longer_than_it_was(hours: int) -> No
     """A clock set back while the server was away adds nothing to it."""
     request = GenerateRequest(prompt=(1,), params=SamplingParams(), deadline_s=30.0)
     began = time.time()
-    saved = Saved(Accepted(request, b"", began), Tail(1))
-    again = restored(saved, Config(model="fake"), began + hours * 3600)
-    assert again.deadline_s == (30.0 if hours < 0 else 0.0)
+    now = began + hours * 3600
+    assert time_left_s(30.0, began, now) == (30.0 if hours < 0 else 0.0)
+    again = restored(Saved(Accepted(request, b"", began), Tail(1)), Config(model="fake"), now)
+    assert again.progress is not None
+    (drawn,) = again.progress.outputs
+    assert (drawn.finish is None) == (hours < 0)

@@ -7,8 +7,10 @@ encoded anew. Called by responses/respond.py before it submits.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from streamer.engine.stream import TokenStream
     from streamer.server.responses.body import ResponseCreate
     from streamer.server.service import Service
+
+RESTORED_S: Final = 5.0  # how long an answer that a server before this one had sent may take again
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -55,6 +59,11 @@ async def make_turn(
     """
     earlier_turn: EarlierTurn | None = None
     if parent is not None:
+        if parent.is_restored and body.fork is None:
+            # Its client may have read an end that the journal had not written when the server died.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RESTORED_S):
+                    await parent.wait()
         context = context_of(parent)
         tokens, answer = _answer(parent, body)
         text = context.prefix + answer
