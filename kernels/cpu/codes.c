@@ -12,9 +12,6 @@ enum { PLAIN, INT8, FP8 }; /* an op's flags: the pool's elements are the op's fl
 
 #define HEAD_MAX 1024 /* the largest D */
 
-typedef int8_t vb __attribute__((vector_size(VW)));
-typedef vb vb_any __attribute__((aligned(1), may_alias));
-
 INLINE int64_t pool_size(int kind, int dtype) { return kind ? 1 : size_of(dtype); }
 
 /* Rows of D elements that a head of a block has: its tokens', then those of the scales. */

@@ -39,12 +39,14 @@ typedef float vf __attribute__((vector_size(VW * 4)));
 typedef int32_t vi __attribute__((vector_size(VW * 4)));
 typedef uint32_t vu __attribute__((vector_size(VW * 4)));
 typedef uint16_t vh __attribute__((vector_size(VW * 2)));
+typedef int8_t vb __attribute__((vector_size(VW)));
 typedef uint16_t bf16;
 
 /* The same vectors without alignment to their size. */
 typedef vf vf_any __attribute__((aligned(4), may_alias));
 typedef int32_t int_any __attribute__((aligned(1), may_alias));
 typedef vh vh_any __attribute__((aligned(2), may_alias));
+typedef vb vb_any __attribute__((aligned(1), may_alias));
 
 /* What changes from run to run: how many tokens, drawn rows and tiles of attention. */
 enum { COUNT_TOKENS, COUNT_DRAWN, COUNT_TILES, COUNTS };

@@ -52,20 +52,23 @@ static void quantized_rows_run(const Op *op, const Step *step, int64_t chunk, Wo
     if (chunk >= step->counts[op->count]) return;
     Shape shape = shape_of(op);
     int64_t token = ((const int64_t *)op->p[0])[chunk], H = op->n[0], j = token % TILE;
-    const char *from = (const char *)op->p[1] + token / TILE * shape.panel_bytes;
+    const char *panel = (const char *)op->p[1] + token / TILE * shape.panel_bytes;
     const uint8_t *table = op->p[4];
     const int64_t *order = op->p[5];
     int is_wide = shape.form & WIDE_SCALES, bits = bits_of(shape.form);
     int64_t group = shape.per_group * shape.block;
-    for (int64_t k = 0; k < H; from += shape.header + group * TILE * bits / 8) {
+    for (int64_t k = 0, g = 0; k < H; g++) {
+        const char *from = panel + group_at(&shape, g);
         float scale = scale_at(from, j, is_wide), offset = 0.0f;
+        int zero = shape.zero;
         if (shape.form & OFFSETS) offset = scale_at(from + shape.header / 2, j, is_wide);
+        if (shape.form & ZEROS) zero = panel[zeros_at(&shape, g) + j % VW] >> j / VW * 4 & 15;
         for (int64_t end = min_int(H, k + group), first = k; k < end; k++) {
             int64_t i = k - first;
             const char *codes = from + shape.header + i / 16 * TILE * 2 * bits;
             int code = code_at((const uint8_t *)codes + 4 * j, i % 16, bits);
             if (table) code = table[code];
-            float w = scale * (float)(code - shape.zero) + offset;
+            float w = scale * (float)(code - zero) + offset;
             store_one(op->p[3], chunk * H + (order ? order[k] : k), w, op->dtype);
         }
     }

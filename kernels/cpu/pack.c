@@ -2,7 +2,8 @@
  *
  *   PACK            p  weight [N, K] of the op's dtype, packed (linear.c)
  *                   n  K, N
- *   PACK_QUANTIZED  p  codes (uint8 [N, K]), packed (quantized_linear.c), scales, offsets or 0
+ *   PACK_QUANTIZED  p  codes (uint8 [N, K]), packed (quantized_linear.c), scales, offsets or zeros
+ *                      (uint8) or 0
  *                   n  K, N, group, block, form: as there; scales [N, groups] are as wide as packed
  *   flags  GATE_*: N / 2 gates and then N / 2 ups become panels of VW gates and VW ups
  */
@@ -93,7 +94,6 @@ static void pack_quantized_run(const Op *op, const Step *step, int64_t panel, Wo
     Shape shape = shape_of(&as_linear);
     int64_t K = op->n[0], groups = divide_up(K, op->n[2]);
     int is_wide = shape.form & WIDE_SCALES;
-    int64_t group_bytes = shape.header + shape.per_group * shape.block_bytes;
     char *to = (char *)op->p[1] + panel * shape.panel_bytes;
     memset(to, 0, (size_t)shape.panel_bytes);
     for (int64_t j = 0; j < TILE; j++) {
@@ -101,10 +101,14 @@ static void pack_quantized_run(const Op *op, const Step *step, int64_t panel, Wo
         if (row < 0) continue;
         const uint8_t *from = (const uint8_t *)op->p[0] + row * K;
         for (int64_t g = 0; g < groups; g++) {
-            char *group = to + g * group_bytes;
+            char *group = to + group_at(&shape, g);
             pack_scale(group, j, op->p[2], row * groups + g, is_wide);
-            if (op->p[3])
+            if (shape.form & OFFSETS)
                 pack_scale(group + shape.header / 2, j, op->p[3], row * groups + g, is_wide);
+            if (shape.form & ZEROS) {
+                uint8_t zero = ((const uint8_t *)op->p[3])[row * groups + g];
+                to[zeros_at(&shape, g) + j % VW] |= (char)(zero << j / VW * 4);
+            }
             int64_t first = g * op->n[2];
             int64_t last = min_int(first + op->n[2], shape.blocks * shape.block);
             pack_row((uint32_t *)(group + shape.header) + j, from, first, last, K,

@@ -5,7 +5,9 @@
  * A panel is TILE outputs, whole K, group by group: TILE scales, TILE offsets where there are any,
  * then the codes: 4 of K of VW outputs a vector, in 4 bits 8 of K: the low halves of its bytes hold
  * the first 4. In 6 bits each 16 of K are the lower 4 bits and then, in one vector, the upper 2. So a
- * line of memory feeds whole vectors, and no lane is ever moved.
+ * line of memory feeds whole vectors, and no lane is ever moved. Where every group of an output has a
+ * zero of its own, of 4 bits, those of 4 groups precede these in one vector: VW bytes a group, the
+ * low halves for the first VW outputs.
  *
  * The products of a block of K are summed exactly, in integers; blocks are scaled and added in
  * order, in float: one chain a sum, so a row's result depends on that row alone, and it is the same
@@ -20,8 +22,9 @@
 #include "common.h"
 #include "panels.h"
 
-/* Bits of `form`; without the first two codes have 4 bits; from ZERO on it is the zero. */
-enum { EIGHT_BITS = 1, SIX_BITS = 2, OFFSETS = 4, WIDE_SCALES = 8, ZERO = 16 };
+/* Bits of `form`; without the first two codes have 4 bits; from ZERO on it is the zero of all. */
+enum { EIGHT_BITS = 1, SIX_BITS = 2, OFFSETS = 4, WIDE_SCALES = 8, ZEROS = 16, ZERO = 32 };
+#define TOGETHER 4 /* groups whose zeros lie together */
 
 #define DEPTH_BYTES 16384 /* of a panel at once where rows take several passes: stays in the L1 */
 #define AT_ONCE (VW == 16 ? 6 : ROWS_MAX) /* rows whose sums fit into the registers */
@@ -29,7 +32,7 @@ enum { EIGHT_BITS = 1, SIX_BITS = 2, OFFSETS = 4, WIDE_SCALES = 8, ZERO = 16 };
 /* What a panel looks like; bytes. */
 typedef struct {
     int64_t blocks, per_group, per_span; /* blocks in a panel, in a group, in a span */
-    int64_t block, header, block_bytes, panel_bytes;
+    int64_t block, header, block_bytes, group_bytes, panel_bytes;
     int32_t zero, form;
     vi table;
 } Shape;
@@ -44,10 +47,30 @@ INLINE Shape shape_of(const Op *op) {
     s.per_span = op->n[6] / s.block;
     s.header = TILE * (s.form & WIDE_SCALES ? 4 : 2) * (s.form & OFFSETS ? 2 : 1);
     s.block_bytes = s.block * TILE / 8 * bits_of(s.form);
-    s.panel_bytes = divide_up(s.blocks, s.per_group) * s.header + s.blocks * s.block_bytes;
+    s.group_bytes = s.header + s.per_group * s.block_bytes;
+    const int64_t groups = divide_up(s.blocks, s.per_group);
+    s.panel_bytes = groups * s.header + s.blocks * s.block_bytes;
+    if (s.form & ZEROS) s.panel_bytes += divide_up(groups, TOGETHER) * VW * TOGETHER;
     if (op->p[4])
         for (int i = 0; i < VW * 4; i += 16) memcpy((char *)&s.table + i, op->p[4], 16);
     return s;
+}
+
+/* Where a group begins in its panel, and the zeros of its outputs. */
+INLINE int64_t group_at(const Shape *s, int64_t group) {
+    int64_t zeros = s->form & ZEROS ? (group / TOGETHER + 1) * VW * TOGETHER : 0;
+    return group * s->group_bytes + zeros;
+}
+INLINE int64_t zeros_at(const Shape *s, int64_t group) {
+    int64_t place = group % TOGETHER;
+    return group_at(s, group - place) + (place - TOGETHER) * VW;
+}
+
+/* The zeros of a group of TILE outputs. */
+INLINE void load_zeros(vf zero[2], const char *p) {
+    vi both = __builtin_convertvector(*(const vb_any *)p, vi);
+    zero[0] = __builtin_convertvector(both & 15, vf);
+    zero[1] = __builtin_convertvector(both >> 4 & 15, vf);
 }
 
 enum { NIBBLES, LOOKED_UP, SIXES, BYTES, KINDS };
@@ -114,10 +137,11 @@ INLINE void multiply_codes(float *sum, const char *x, int64_t stride, const char
             total[r][j] = kind == BYTES ? load_f32(sum + r * TILE + j * VW) : (vf){0};
     }
     int64_t of_span = shape->per_span;
-    int64_t left = shape->per_group - first % shape->per_group; /* blocks of this group */
-    const char *header = panel + first / shape->per_group * shape->header +
-                         (first - first % shape->per_group) * shape->block_bytes;
-    const char *data = header + shape->header + first % shape->per_group * shape->block_bytes;
+    int64_t group = first / shape->per_group, begun = first % shape->per_group;
+    int64_t left = shape->per_group - begun; /* blocks of this group */
+    const char *header = panel + group_at(shape, group);
+    const char *zeros = shape->form & ZEROS ? panel + zeros_at(shape, group) : 0;
+    const char *data = header + shape->header + begun * shape->block_bytes;
     for (int64_t b = first, at = 0; b < last; b++, at += record) {
         vi s[ROWS_MAX][2];
 #pragma GCC unroll 8
@@ -131,7 +155,8 @@ INLINE void multiply_codes(float *sum, const char *x, int64_t stride, const char
             dot_codes(s, data, from, k, table, rows, kind);
         int64_t apart = is_wide ? VW * 4 : VW * 2;
         vf scale[2] = {load_scales(header, is_wide), load_scales(header + apart, is_wide)};
-        vf offset[2] = {{0}};
+        vf zero[2] = {{0}}, offset[2] = {{0}};
+        if (zeros) load_zeros(zero, zeros);
         if (offsets) {
             offset[0] = load_scales(header + offsets, is_wide);
             offset[1] = load_scales(header + offsets + apart, is_wide);
@@ -141,6 +166,7 @@ INLINE void multiply_codes(float *sum, const char *x, int64_t stride, const char
             const Record *a = (const Record *)(from[r] + at);
             for (int j = 0; j < 2; j++) {
                 vf product = to_floats(s[r][j]);
+                if (zeros) product -= zero[j] * splat(a->as_float); /* exact: integers */
                 if (kind == BYTES) product *= splat(a->scale);
                 total[r][j] += product * scale[j];
                 float activations = kind == BYTES ? a->scale * a->as_float : a->as_float;
@@ -162,7 +188,12 @@ INLINE void multiply_codes(float *sum, const char *x, int64_t stride, const char
         if (--left == 0) {
             left = shape->per_group;
             header = data;
-            data += shape->header;
+            if (zeros) zeros += VW;
+            if (zeros && ++group % TOGETHER == 0) {
+                zeros = data;
+                header = data + VW * TOGETHER;
+            }
+            data = header + shape->header;
         }
     }
     if (kind == BYTES)

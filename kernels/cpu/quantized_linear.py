@@ -1,9 +1,11 @@
 """Packed quantized matrices over quantized_linear.c: 4, 6 or 8 bits, activations in int8.
 
 Three forms serve every format: codes of at most 4 bits are packed as 4, of 5 and 6 as 6, others as
-8; scales and offsets as float16 where that is exact or rounds within 2**-11, else as float32. So
-GGUF's float16 scales stay exact, bfloat16 ones are unless they are very small, and products such as
-Q4_K's 6-bit scale times its block's are rounded, by a tenth of what rounding activations costs.
+8; scales and offsets as float16 where that is exact or rounds within 2**-11, else as float32;
+offsets that are zero points of 4-bit codes as these, in 4 bits: 4.63 bits a weight in groups of 32
+instead of 5. So GGUF's float16 scales stay exact, bfloat16 ones are unless they are very small, and
+products such as Q4_K's 6-bit scale times its block's are rounded, by a tenth of what rounding
+activations costs.
 
 Activations have a scale for every 32 columns, or 16 where weights have one for 16; beside weights
 of at most 6 bits for every 128, which costs no accuracy there. The bundled model, its weights
@@ -24,7 +26,9 @@ from streamer.kernels.cpu.memory import new_panels
 from streamer.kernels.cpu.program import Call, Kind, issue, new_rows, team
 from streamer.kernels.weights import QuantizedWeight, Weight, dequantize
 
-EIGHT_BITS, SIX_BITS, OFFSETS, WIDE_SCALES, ZERO = 1, 2, 4, 8, 16  # quantized_linear.c's form
+# quantized_linear.c's form
+EIGHT_BITS, SIX_BITS, OFFSETS, WIDE_SCALES, ZEROS, ZERO = 1, 2, 4, 8, 16, 32
+TOGETHER = 4  # groups whose zeros lie together
 BLOCK = 32  # columns that share a scale of the activations,
 SPAN = 128  # and beside weights of few bits: beyond, integer sums may exceed dot.h's 2**22
 FEW_BITS = 6
@@ -56,20 +60,28 @@ class Quantized:
         block, span = block_of(weight)
         blocks = -(-k // block)
         group = blocks * block if weight.group >= k else weight.group
+        zeros = zero_points(weight)
+        if zeros is not None:
+            weight = dataclasses.replace(weight, offsets=None)
         scales, offsets = _narrow(weight)
         bits = packed_bits(weight)
         form = {4: 0, 6: SIX_BITS, 8: EIGHT_BITS}[bits] + OFFSETS * (offsets is not None)
+        form += ZEROS * (zeros is not None)
         form += WIDE_SCALES * (scales.dtype is torch.float32) + ZERO * weight.zero
         width = 2 * team.lanes
         header = width * scales.element_size() * (1 if offsets is None else 2)
-        size = -(-k // group) * header + blocks * block * width // 8 * bits
+        groups = -(-k // group)
+        size = groups * header + blocks * block * width // 8 * bits
+        if zeros is not None:
+            size += -(-groups // TOGETHER) * TOGETHER * team.lanes
         self._packed = new_panels(n, size, has_gates=flags > 1)
         self.num_bytes = self._packed.numel()
         self._sizes = (group, block, span, form)
         self._bias, self._table, self._permutation = bias, weight.table, weight.permutation
         self._dtype = dtype
         self.shape = (n, k)
-        pointers = (weight.codes.contiguous(), self._packed, scales, offsets)
+        beside = offsets if zeros is None else zeros
+        pointers = (weight.codes.contiguous(), self._packed, scales, beside)
         sizes = (k, n, group, block, form)
         issue(Call(Kind.PACK_QUANTIZED, self._packed, torch.float32, pointers, sizes, flags=flags))
 
@@ -122,6 +134,20 @@ def block_of(weight: QuantizedWeight) -> tuple[int, int]:
         if group >= k or group % block == 0:
             return block, SPAN if weight.bits <= FEW_BITS else block
     raise ValueError(f"groups of {group} columns: the native kernels need a multiple of 16")
+
+
+def zero_points(weight: QuantizedWeight) -> torch.Tensor | None:
+    """The zero points uint8 [N, groups] of a weight whose offsets are those of 4-bit codes; else
+    None. A first row tells most others."""
+    if weight.offsets is None or weight.zero or packed_bits(weight) > 4:
+        return None
+    zeros = torch.empty(0)
+    for rows in (slice(0, 1), slice(None)):
+        scales, offsets = weight.scales[rows], weight.offsets[rows]
+        zeros = (offsets / scales).round_().neg_()
+        if not bool((zeros.mul(scales).neg_().eq(offsets) & (zeros >= 0) & (zeros <= 15)).all()):
+            return None
+    return zeros.to(torch.uint8)
 
 
 def _narrow(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor | None]:

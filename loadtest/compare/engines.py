@@ -28,21 +28,29 @@ PAGE = 256  # tokens, of transformers' pool
 class Weights(msgspec.Struct, frozen=True):
     """A form of a model's weights; engines of the same kind are compared with each other.
 
-    kind  16, 8 or 4 bits a weight;  stored_bits  with scales, as in the file
+    kind  16, 8 or 4 bits a weight;  stored_bits  with scales and zero points
+    head_bits  of the last matrix, where it is stored otherwise
     """
 
     kind: int
     stored_bits: float
     is_gguf: bool = False
+    head_bits: float | None = None
+
+    def mean_bits(self, model: Model) -> float:
+        """Bits a weight of all that a step reads."""
+        layers, head = model.layer_parameters, model.head_parameters
+        head_bits = self.stored_bits if self.head_bits is None else self.head_bits
+        return (layers * self.stored_bits + head * head_bits) / (layers + head)
 
 
 BF16 = "bf16"
 WEIGHTS = {
     BF16: Weights(16, 16),
-    "int8": Weights(8, 8.5),
+    "int8": Weights(8, 8),
     "Q8_0": Weights(8, 8.5, is_gguf=True),
-    "int4": Weights(4, 4.5),
-    "Q4_0": Weights(4, 4.5, is_gguf=True),
+    "int4": Weights(4, 4.63, head_bits=8),
+    "Q4_0": Weights(4, 4.5, is_gguf=True, head_bits=6.56),
     "Q4_K_M": Weights(4, 4.85, is_gguf=True),
 }
 

@@ -1,8 +1,8 @@
 """Measures this machine's memory and GEMM rates: `python -m streamer.loadtest.compare.machine N`.
 
 Runs as a separate process and prints one line of JSON: the rate of memory reads, and of bfloat16
-GEMMs with the rows of a decode step and of a prompt. The best of several tries counts, since a
-limit is what the machine can do.
+GEMMs with the rows of a decode step and of a prompt; with `read`, the first alone. The best of
+several tries counts, since a limit is what the machine can do.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,13 @@ def read_gb_s(threads: int) -> float:
     return max(map(rate, reads)) / 1e9
 
 
+def read_now_gb_s(threads: int, environment: Mapping[str, str]) -> float | None:
+    """Memory's rate in this minute, by a process of its own; None where it can't be measured."""
+    command = [sys.executable, "-m", __name__, str(threads), "read"]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=False)
+    return None if done.returncode else float(json.loads(done.stdout)["read_gb_s"])
+
+
 def gemm_gflops(rows: int, threads: int) -> float:
     """1e9 operations a second of [rows, in] x [in, out], weights packed where torch can."""
     import torch
@@ -108,8 +116,9 @@ def main() -> None:
     threads = int(sys.argv[1]) if len(sys.argv) > 1 else 2
     torch.set_num_threads(1)  # of each thread here
     torch.set_grad_enabled(False)
-    gflops = {rows: gemm_gflops(rows, threads) for rows in ROWS}
-    found = {"read_gb_s": read_gb_s(threads), "gflops": gflops}
+    found: dict[str, object] = {"read_gb_s": read_gb_s(threads)}
+    if "read" not in sys.argv:
+        found["gflops"] = {rows: gemm_gflops(rows, threads) for rows in ROWS}
     with open(1, "w", encoding="utf-8", closefd=False) as out:
         out.write(json.dumps(found) + "\n")
 

@@ -31,7 +31,10 @@ KINDS = (16, 8, 4)  # bits a weight, a table each
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One workload of one engine in one round. Times are only there for streams."""
+    """One workload of one engine in one round. Times are only there for streams.
+
+    read_gb_s  beside a single request: memory's rate, measured right before and after; the greater
+    """
 
     engine: str
     model: str
@@ -42,6 +45,7 @@ class Sample(msgspec.Struct, frozen=True):
     first_p99_ms: float | None = None
     gap_p50_ms: float | None = None
     gap_p99_ms: float | None = None
+    read_gb_s: float | None = None
 
 
 class Peak(msgspec.Struct, frozen=True):
@@ -121,11 +125,16 @@ class Results(msgspec.Struct):
 
     def limit(self, model: str, work: str, engine: str = OURS) -> float | None:
         """The machine's limit in tokens a second with the engine's weights, from the medians of
-        the machine's rates."""
-        shape, bits = MODELS[model], WEIGHTS[ENGINES[engine].weights].stored_bits
+        the machine's rates; of memory's beside the engine's own samples, where it was measured."""
+        shape = MODELS[model]
         if not self.machine or not shape.vocabulary:
             return None
-        return ideal_tokens_s(shape, median_machine(self.machine), WORKS[work], bits)
+        machine = median_machine(self.machine)
+        beside = self.median(engine, model, work, "read_gb_s")
+        if beside is not None:
+            machine = msgspec.structs.replace(machine, read_gb_s=beside)
+        bits = WEIGHTS[ENGINES[engine].weights].mean_bits(shape)
+        return ideal_tokens_s(shape, machine, WORKS[work], bits)
 
     def of_kind(self, model: str, kind: int, *, is_ours: bool | None = None) -> list[Engine]:
         """Engines that have samples of the model with that many bits per weight."""
@@ -356,6 +365,14 @@ def conditions(results: Results) -> str:
             f"The machine, in the same run: {machine.read_gb_s:.1f} GB/s read; bfloat16 GEMM, "
             f"GFLOP/s by rows: {rates}."
         )
+    beside = [
+        f"{ENGINES[e].label} {rate:.1f}"
+        for e in results.engines
+        for model in results.models
+        if (rate := results.median(e, model, ONE, "read_gb_s")) is not None
+    ]
+    if beside:
+        lines.append(f"Memory right before or after one, GB/s: {', '.join(beside)}.")
     versions = ", ".join(f"{ENGINES[e].label} {v}" for e, v in results.versions.items())
     return "\n".join([*lines, f"Versions: {versions}."])
 

@@ -11,7 +11,7 @@ import os
 import select
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -21,8 +21,19 @@ from ..processes import ANSWER_S, LOAD_S, EngineFailed, Process, Server, free_po
 from ..sse import BadAnswer
 from .clients import Ask, Round
 from .clients import run as run_clients
-from .engines import Engine, Places, environment, served_name, server_command, setup, version
-from .results import Peak, Sample, percentile
+from .engines import (
+    ENGINES,
+    OURS,
+    Engine,
+    Places,
+    environment,
+    served_name,
+    server_command,
+    setup,
+    version,
+)
+from .machine import read_now_gb_s
+from .results import ONE, Peak, Sample, percentile
 from .workload import Model, Work, prompts
 
 WARM_PROMPTS, WARM_TOKENS = 32, 8
@@ -102,6 +113,7 @@ def run(turn: Turn, places: Places, threads: int, logs: Path) -> Iterator[Outcom
 def _in_process(turn: Turn, places: Places, threads: int, log: Path) -> Iterator[Outcome]:
     engine = turn.engine
     env = environment(engine, places, threads)
+    read_now = partial(read_now_gb_s, threads, environment(ENGINES[OURS], places, threads))
     with Runner(places.python(engine), engine.runner, env, log) as runner:
         loaded = runner.ask(setup(engine, turn.model, places, threads)._asdict(), LOAD_S)
         yield str(loaded["version"])
@@ -109,9 +121,13 @@ def _in_process(turn: Turn, places: Places, threads: int, log: Path) -> Iterator
         runner.ask({"prompts": warm, "lengths": [WARM_TOKENS] * len(warm)})
         for work in turn.works:
             asked = {"prompts": turn.prompts(work), "lengths": list(work.lengths)}
+            rates = [read_now()] if work.name == ONE else []
             answer = runner.ask(asked)
             _check(answer["tokens"], work)
-            yield _sample(turn, work, answer["tokens"] / answer["seconds"])
+            rates += [read_now()] if work.name == ONE else []
+            beside = max((rate for rate in rates if rate is not None), default=None)
+            sample = _sample(turn, work, answer["tokens"] / answer["seconds"])
+            yield msgspec.structs.replace(sample, read_gb_s=beside)
         yield _peak(turn, runner.peak_bytes())
 
 

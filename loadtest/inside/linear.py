@@ -27,18 +27,22 @@ LAYER = ((4096, 1024, None), (1024, 2048, None), (6144, 1024, "silu"), (1024, 30
 
 
 class Form(msgspec.Struct, frozen=True):
-    """Codes of random values: as QuantizedWeight has them."""
+    """Codes of random values: as QuantizedWeight has them.
+
+    offset  times a scale, subtracted; a whole number is a zero point
+    """
 
     bits: int
     group: int
     zero: int = 0
-    has_offsets: bool = False
+    offset: float = 0.0
 
 
 FORMS = {
     "Q4_0": Form(4, 32, 8),
-    "Q4_K": Form(4, 32, has_offsets=True),
-    "GPTQ 4 bits": Form(4, 128, has_offsets=True),
+    "Q4_K": Form(4, 32, offset=0.7),
+    "int4": Form(4, 32, offset=7.0),
+    "GPTQ 4 bits": Form(4, 128, offset=7.0),
     "Q6_K": Form(6, 16, 32),
     "Q8_0": Form(8, 32, 128),
 }
@@ -115,7 +119,7 @@ def random_weight(n: int, k: int, form: Form | None) -> Any:
         return torch.randn(n, k).bfloat16()
     codes = torch.randint(0, 2**form.bits, (n, k), dtype=torch.uint8)
     scales = torch.full((n, k // form.group), 2.0**-7)
-    offsets = -scales if form.has_offsets else None
+    offsets = scales * -form.offset if form.offset else None
     return QuantizedWeight(codes, scales, form.group, form.bits, form.zero, offsets)
 
 

@@ -6,6 +6,7 @@ are scaled and added in order. `dequantize` is what it approximates.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 
@@ -18,7 +19,7 @@ from streamer.kernels.cpu import native, quantized_linear
 from streamer.kernels.cpu.program import team
 from streamer.kernels.weights import QuantizedWeight, dequantize
 
-FORMS = [  # bits, group, zero, offsets, table, permuted
+FORMS = [  # bits, group, zero (-1: one for each group), offsets, table, permuted
     (4, 32, 8, False, False, False),
     (4, 32, 0, True, False, False),
     (4, 32, 128, False, True, False),
@@ -32,6 +33,10 @@ FORMS = [  # bits, group, zero, offsets, table, permuted
     (5, 32, 0, True, False, False),
     (8, 0, 128, False, False, False),  # a scale for each output
     (4, 0, 8, True, False, False),
+    (4, 32, -1, True, False, False),
+    (3, 16, -1, True, False, True),
+    (4, 128, -1, True, False, False),
+    (4, 0, -1, True, False, False),
 ]
 IS_OLD = "x86-64" in os.environ.get("CFLAGS", "")  # set by test_library.py
 SHAPES = [(96, 160), (33, 200), (7, 40), (70, 331)]  # N, K
@@ -54,6 +59,9 @@ def make(
     offsets = (torch.randn(n, groups, generator=random) * 0.02).half().float()
     if wide:
         scales *= 1e-6
+    if zero < 0:
+        zero, zeros = 0, torch.randint(0, 2**bits, (n, groups), generator=random)
+        offsets = -scales * zeros
     return QuantizedWeight(
         torch.randint(0, 2**bits, (n, k), generator=random, dtype=torch.uint8),
         scales,
@@ -90,14 +98,18 @@ def exact(weight: QuantizedWeight, x: torch.Tensor) -> torch.Tensor:
     values = F.pad(codes.double() - weight.zero, padding).view(n, -1, block)
     sums = torch.einsum("tbk,nbk->tnb", activations.double(), values)
     totals = activations.float().sum(-1)
+    zeros = quantized_linear.zero_points(weight)
     y = torch.zeros(len(x), n)
     total = torch.zeros(len(x), n)
     for b in range(sums.shape[2]):
         g = b * block // weight.group
         size = sizes[:, b * block // span, None]
         own = size if weight.bits > 6 else torch.ones(1)
-        total = fused(sums[:, :, b].float() * own, weight.scales[:, g], total)
-        if weight.offsets is not None:
+        product = sums[:, :, b].float()
+        if zeros is not None:
+            product -= zeros[:, g] * totals[:, b, None]
+        total = fused(product * own, weight.scales[:, g], total)
+        if weight.offsets is not None and zeros is None:
             total = fused(weight.offsets[:, g], totals[:, b, None] * own, total)
         if own is not size and ((b + 1) * block % span == 0 or b + 1 == sums.shape[2]):
             y, total = fused(total, size, y), torch.zeros(len(x), n)
@@ -122,7 +134,7 @@ def test_equals_its_arithmetic(
     assert ((y - x.double() @ dense.T).abs() <= rounding + 1e-5).all()
 
 
-@pytest.mark.parametrize("form", [FORMS[0], FORMS[3], FORMS[7], FORMS[9]])
+@pytest.mark.parametrize("form", [FORMS[i] for i in (0, 3, 7, 9, 13, 14)])
 def test_rows_too_long_for_one_pass(form: tuple[int, int, int, bool, bool, bool]) -> None:
     """Many rows take K in pieces: of whole spans, so that the bits stay the same."""
     weight, x = make(40, 2500, form), inputs(13, 2500)
@@ -132,7 +144,7 @@ def test_rows_too_long_for_one_pass(form: tuple[int, int, int, bool, bool, bool]
     assert torch.equal(packed(x[12:]), expected[12:])
 
 
-@pytest.mark.parametrize("form", [FORMS[1], FORMS[3], FORMS[8]])
+@pytest.mark.parametrize("form", [FORMS[1], FORMS[3], FORMS[8], FORMS[13]])
 def test_scales_that_float16_cannot_hold(form: tuple[int, int, int, bool, bool, bool]) -> None:
     """Stay float32."""
     weight, x = make(40, 70, form, wide=True), inputs(5, 70)
@@ -209,6 +221,23 @@ def test_the_wider_form_holds_the_same_values(
     expected = torch.cat([dequantize(part) for part in parts])
     torch.testing.assert_close(dequantize(wide), expected, rtol=1e-5, atol=1e-7)
     assert isinstance(wide, QuantizedWeight)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_zero_points_take_as_many_bits_as_codes(
+    form: tuple[int, int, int, bool, bool, bool],
+) -> None:
+    """Where offsets are those of 4-bit codes: 4.63 bits a weight in groups of 32, not 5."""
+    weight = make(64, 256, form)
+    zeros = quantized_linear.zero_points(weight)
+    assert (zeros is None) == (form[2] >= 0)
+    if zeros is not None and weight.offsets is not None:
+        assert torch.equal(-weight.scales * zeros, weight.offsets)
+        beyond = dataclasses.replace(weight, offsets=-weight.scales * 16)
+        assert quantized_linear.zero_points(beyond) is None
+    if form[:3] == (4, 32, -1):
+        (matrix,) = native.pack_weight([weight], dtype=torch.float32).matrices
+        assert matrix.num_bytes == 64 * 256 * 37 // 64
 
 
 def test_float8_becomes_integers() -> None:

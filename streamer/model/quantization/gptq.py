@@ -57,7 +57,7 @@ class Gptq(msgspec.Struct, frozen=True):
         return tensors
 
     def form(self, n: int, k: int) -> Form:
-        return Form(self.bits, held_group(self.group, k), not self.is_symmetric)
+        return Form(self.bits, held_group(self.group, k), has_zeros=not self.is_symmetric)
 
     def read(self, tensors: Mapping[str, torch.Tensor], n: int, k: int) -> QuantizedWeight:
         if "bias" in tensors and tensors["bias"].any():
@@ -98,7 +98,7 @@ class Awq(msgspec.Struct, frozen=True):
         }
 
     def form(self, n: int, k: int) -> Form:
-        return Form(4, held_group(self.group, k), not self.is_symmetric)
+        return Form(4, held_group(self.group, k), has_zeros=not self.is_symmetric)
 
     def read(self, tensors: Mapping[str, torch.Tensor], n: int, k: int) -> QuantizedWeight:
         codes = _outputs(tensors["qweight"], n)

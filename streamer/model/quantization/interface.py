@@ -34,13 +34,15 @@ class Stored(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What a matrix becomes: bits of a code (0: dense), columns of a scale, offsets or none, and
-    whether the codes are e4m3, which a CPU makes integers in groups of 32."""
+    """What a matrix becomes: bits of a code (0: dense), columns of a scale, and beside it offsets
+    or zero points, which take 4 bits on a CPU where the codes do. `is_float`: codes are e4m3, which
+    a CPU makes integers in groups of 32."""
 
     bits: int
     group: int
     has_offsets: bool = False
     is_float: bool = False
+    has_zeros: bool = False
 
     def held_bytes(self, n: int, k: int, item_bytes: int, *, on_cpu: bool) -> int:
         """Memory of a matrix [n, k], packed: 4, 6 (on a CPU) or 8 bits a code, 16 a scale."""
@@ -48,7 +50,10 @@ class Form(NamedTuple):
             return n * k * item_bytes
         codes = n * k * (4 if self.bits <= 4 else 6 if self.bits <= 6 and on_cpu else 8) // 8
         group = 32 if self.is_float and on_cpu else self.group
-        return codes + n * math.ceil(k / group) * (4 if self.has_offsets else 2)
+        groups = math.ceil(k / group)
+        if self.has_zeros and self.bits <= 4 and on_cpu:
+            return codes + n * groups * 2 + n * math.ceil(groups / 4) * 2
+        return codes + n * groups * (4 if self.has_offsets or self.has_zeros else 2)
 
 
 class Scheme(Protocol):

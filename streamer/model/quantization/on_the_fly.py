@@ -49,8 +49,9 @@ class OnTheFly(msgspec.Struct, frozen=True):
         return DENSE.stored(n, k, found)
 
     def form(self, n: int, k: int) -> Form:
-        is_float = self.kind == "fp8"
-        return Form(4, GROUP, True) if self.kind == "int4" else Form(8, k, is_float=is_float)
+        if self.kind == "int4":
+            return Form(4, GROUP, has_zeros=True)
+        return Form(8, k, is_float=self.kind == "fp8")
 
     def read(self, tensors: Mapping[str, torch.Tensor], n: int, k: int) -> QuantizedWeight:
         return quantize(tensors["weight"], self.kind)

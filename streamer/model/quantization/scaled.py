@@ -93,7 +93,7 @@ class Numbers(msgspec.Struct, frozen=True):
 
     def form(self, n: int, k: int) -> Form:
         group = held_group(self.grids[0].columns, k)
-        return Form(self.bits, group, self.has_zeros, self.is_float)
+        return Form(self.bits, group, is_float=self.is_float, has_zeros=self.has_zeros)
 
     def read(self, tensors: Mapping[str, torch.Tensor], n: int, k: int) -> QuantizedWeight:
         stored = next(tensors[s] for s in self.scale_names if s in tensors)
@@ -146,7 +146,8 @@ class Packed(msgspec.Struct, frozen=True):
         return tensors
 
     def form(self, n: int, k: int) -> Form:
-        return Form(self.bits, held_group(self.grid.columns, k), self.has_zeros)
+        group = held_group(self.grid.columns, k)
+        return Form(self.bits, group, has_zeros=self.has_zeros)
 
     def read(self, tensors: Mapping[str, torch.Tensor], n: int, k: int) -> QuantizedWeight:
         shape = tensors["weight_shape"].tolist()

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 
 from streamer.loadtest import table
+from streamer.loadtest.compare.engines import WEIGHTS
 from streamer.loadtest.compare.limit import Machine
 from streamer.loadtest.compare.results import (
     Failure,
@@ -23,6 +25,7 @@ from streamer.loadtest.compare.results import (
     svg,
     verdicts,
 )
+from streamer.loadtest.compare.workload import MODELS
 
 MIB = 1 << 20
 RATES = {  # rates of "small": eq, mix, one, stream; three rounds around these
@@ -189,3 +192,26 @@ def test_weights_of_a_kind_are_compared_with_each_other() -> None:
     text = report(found)
     assert "small, 4 bits, tokens/s" in text
     assert "Streamer Q4_0 / best peer" in text
+
+
+def test_a_single_stream_is_measured_against_memory_beside_it() -> None:
+    """Whose rate another minute's measurement of the machine does not give."""
+    found = results()
+    everywhere = {work: found.limit("small", work) for work in ("one", "eq")}
+    replace = msgspec.structs.replace
+    found.samples = [
+        replace(s, read_gb_s=22.0) if (s.engine, s.work) == ("streamer", "one") else s
+        for s in found.samples
+    ]
+    one, before = found.limit("small", "one"), everywhere["one"]
+    assert one is not None
+    assert before is not None
+    assert one == pytest.approx(before / 2, rel=0.02)
+    assert found.limit("small", "eq") == everywhere["eq"]
+    assert "Memory right before or after one, GB/s: Streamer 22.0." in report(found)
+
+
+def test_bits_are_those_of_all_that_a_step_reads() -> None:
+    """`half` in int4: 378 M in 4.63 bits and a head of 33 M in 8."""
+    assert WEIGHTS["int4"].mean_bits(MODELS["half"]) == pytest.approx(4.90, abs=0.01)
+    assert WEIGHTS["Q8_0"].mean_bits(MODELS["half"]) == 8.5

@@ -217,10 +217,13 @@ def test_facts_of_a_quantized_checkpoint(folder: Path) -> None:
     facts = inspect_checkpoint(folder)
     assert facts.refused == ""
     assert facts.scheme == "GPTQ, 4 bits, groups of 32, activation order"
-    matrices = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)
+    shapes = 2 * [(64, 64), (32, 64), (32, 64), (64, 64), (128, 64), (128, 64), (64, 128)]
+    matrices = sum(n * k for n, k in shapes)
     others = 2 * 256 * 64 + 5 * 64
     assert facts.num_parameters == matrices + others
-    assert facts.weight_bytes == matrices * 5 // 8 + 4 * others
+    scales = sum(n * k // 32 * 2 for n, k in shapes)
+    zeros = sum(n * 2 for n, _ in shapes)  # of up to 4 groups
+    assert facts.weight_bytes == matrices // 2 + scales + zeros + 4 * others
     assert facts.bits_per_weight == 8 * facts.weight_bytes / facts.num_parameters
 
 

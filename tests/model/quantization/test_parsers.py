@@ -45,7 +45,7 @@ def parse(scheme: Scheme, tensors: stores.Tensors, n: int, k: int) -> torch.Tens
     assert weight.shape == (n, k)
     form = scheme.form(n, k)
     assert (weight.bits, weight.group) == (form.bits, form.group)
-    assert weight.offsets is None or form.has_offsets
+    assert weight.offsets is None or form.has_zeros
     assert weight.group in (16, 32, 64, 128, k)
     assert weight.scales.shape == (n, -(-k // weight.group))
     assert weight.codes.is_contiguous()
