@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import io
 import re
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 from rich.console import Console
@@ -25,7 +27,8 @@ from streamer.cli.bench import BENCHES
 from streamer.cli.commands import Command
 from streamer.cli.doctor import port_free
 from streamer.cli.loadtest import PROGRAMS
-from streamer.cli.serve import announce, check_bind
+from streamer.cli.loop import COLLECT_AFTER
+from streamer.cli.serve import _serve, announce, check_bind
 from streamer.config import Config, settings
 from streamer.core.sizes import ModelInfo
 from streamer.errors import StreamerError
@@ -231,6 +234,21 @@ def test_the_announcement_shows_model_sizes_and_address() -> None:
     assert "bfloat16 on cpu" in output
     assert "65,536 tokens in 4,096 blocks (4,096 MiB)" in output
     assert "http://127.0.0.1:8000 " in output
+
+
+async def test_what_loading_left_is_frozen_while_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the command alone: a server in another program leaves the program's heap as it is."""
+
+    async def serve(*_: object, on_ready: Callable[[str], None]) -> int:
+        on_ready("http://x")
+        return 0 if gc.get_threshold() == COLLECT_AFTER and gc.get_freeze_count() > before else 1
+
+    monkeypatch.setattr("streamer.server.lifecycle.serve", serve)
+    before, thresholds = gc.get_freeze_count(), gc.get_threshold()
+    try:
+        assert await _serve(Config(model="fake", log_format="json"), Console()) == 0
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def test_doctor_says_that_a_port_is_in_use_not_missing() -> None:

@@ -17,7 +17,7 @@ import time
 from typing import TYPE_CHECKING
 
 from streamer.cli.arguments import UsageError, add_config_flags, config_from
-from streamer.cli.loop import SWITCH_INTERVAL_S, new_runner
+from streamer.cli.loop import SWITCH_INTERVAL_S, freeze_heap, new_runner
 from streamer.errors import RankFailed, StreamerError
 
 if TYPE_CHECKING:
@@ -80,12 +80,13 @@ async def _serve(config: Config, console: Console) -> int:
     from streamer.server.lifecycle import serve
 
     engine = _engine_of(config)
-    is_text = config.log_format == "text"  # in JSON the log has a line for it
-    code = await serve(
-        engine,
-        config,
-        on_ready=(lambda url: _announce(engine.info, url, console)) if is_text else None,
-    )
+
+    def ready(url: str) -> None:
+        freeze_heap()
+        if config.log_format == "text":  # in JSON the log has a line for it
+            _announce(engine.info, url, console)
+
+    code = await serve(engine, config, on_ready=ready)
     if code and engine.death is not None and isinstance(engine.death.__cause__, RankFailed):
         _begin_anew()
     if engine.is_hung:

@@ -7,7 +7,6 @@ input does.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -23,6 +22,7 @@ async def serve(order: Order, config: Config) -> int:
     """Serve until it is told to end, or its engine dies."""
     import msgspec
 
+    from streamer.cli.loop import freeze_heap
     from streamer.replicas.messages import Member
     from streamer.replicas.replica import BEAT_S, ReplicaServer
 
@@ -34,8 +34,7 @@ async def serve(order: Order, config: Config) -> int:
     reading.add_done_callback(lambda _: os._exit(0))
     try:
         await server.start()
-        gc.collect()
-        gc.freeze()
+        freeze_heap()
         member = Member(order.name, server.address)
         sys.stdout.buffer.write(msgspec.json.encode(member) + b"\n")
         sys.stdout.buffer.flush()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import socket
@@ -40,15 +39,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TICK_S: Final = 0.1  # between uvicorn's ticks, which sleep that long
+TICK_S: Final = 0.1  # between uvicorn's ticks
 FLUSH_S: Final = 2.0  # after the engine is done, for the last frames; and for the last spans
 SEND_BUFFER_BYTES: Final = 64 << 10  # else the kernel hides megabytes of a reader's lag
 BACKLOG: Final = 2048
-# While serving, garbage is collected after so many more objects than were freed, and so many
-# smaller collections. By Python's (700, 10, 10), 1,024 joining streams take 374 collections, the
-# longest of 36 ms; so they take 25, the longest of 16 (a shared EPYC core, 2026-11-22). A request
-# that has ended leaves no cycles (tests/server/test_garbage.py), so nothing waits for these.
-COLLECT_AFTER: Final = (10_000, 5, 5)
 
 
 class Started(Line, frozen=True, kw_only=True):
@@ -90,7 +84,7 @@ class Server(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._service = service
-        self._stop = stop
+        self._stop = asyncio.Event() if stop is None else stop
         self._tick_s: float | None = None  # when the next tick is due
         self._num_signals = 0
         self._drain: asyncio.Task[None] | None = None
@@ -101,10 +95,26 @@ class Server(uvicorn.Server):
         if self._num_signals > 1:
             self.force_exit = self.should_exit = True
 
+    async def main_loop(self) -> None:
+        """uvicorn's, which also goes on as soon as `stop` is set and as the drain is over."""
+        counter = 0
+        while not await self.on_tick(counter):
+            counter = (counter + 1) % 864_000
+            await self._tick()
+
+    async def _tick(self) -> None:
+        """Wait for the time of the next tick, or for what it would notice."""
+        if self._drain is not None:
+            await asyncio.wait([self._drain], timeout=TICK_S)
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TICK_S):
+                await self._stop.wait()
+
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: begin the drain that a signal asked for; notice a dead engine."""
         self._see_loop_lag()
-        is_stopping = self._num_signals or (self._stop is not None and self._stop.is_set())
+        is_stopping = self._num_signals or self._stop.is_set()
         if is_stopping and self._drain is None:
             self._drain = asyncio.create_task(self._drain_all())
         if self._service.engine.is_dead:
@@ -144,7 +154,6 @@ async def serve(
     `stop` does what a first signal does, for callers on another thread than the main one. Raises
     ConfigError if the address can't be bound or TLS can't be set up, and whatever loading raised.
     """
-    thresholds = gc.get_threshold()
     tracer = make_tracer(config.otlp_endpoint)
     service = Service(engine, config, tracer)
     prepared = _uvicorn_config(service, config)
@@ -163,8 +172,6 @@ async def serve(
             if tracer is not None:
                 await _close_tracer(tracer)
             uvicorn_log.removeFilter(quiet)
-            gc.unfreeze()
-            gc.set_threshold(*thresholds)
         if not starting.cancelled():
             starting.result()
     is_left_loading = engine.is_hung and starting.cancelled()
@@ -204,11 +211,6 @@ async def _start(
     except BaseException:
         server.should_exit = True
         raise
-    # A garbage collection over what loading left takes 116 ms for 1.2 M objects: frozen, they are
-    # left out while this process serves. In other programs the heap is not ours to freeze.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*COLLECT_AFTER)
     load_s = time.perf_counter() - began
     log.info("started %s", Started(url=url, model=engine.info.name, load_s=load_s))
     if on_ready is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import socket
@@ -24,7 +23,7 @@ from streamer.engine.core import InFlight, Owner, Runner
 from streamer.engine.engine import AsyncEngine
 from streamer.engine.refusals import loading
 from streamer.errors import ConfigError, EngineDead, StreamerError
-from streamer.server.lifecycle import COLLECT_AFTER, bind, serve
+from streamer.server.lifecycle import bind, serve
 from tests.server.support.counting import CHAT, check_counting, sse
 from tests.server.support.running import BUNDLED, Running
 
@@ -205,16 +204,6 @@ async def test_tls_that_cannot_be_set_up_is_refused(
     with pytest.raises(ConfigError, match=text) as refusal:
         await serve(AsyncEngine.from_config(config), config)
     assert refusal.value.param == param
-
-
-def test_what_loading_left_is_frozen_while_it_serves_and_no_longer() -> None:
-    before, thresholds = gc.get_freeze_count(), gc.get_threshold()
-    server = Running().start()
-    assert gc.get_freeze_count() > before
-    assert gc.get_threshold() == COLLECT_AFTER
-    server.stop()
-    assert gc.get_freeze_count() == 0
-    assert gc.get_threshold() == thresholds
 
 
 # ---------------------------------------------------------------- the bundled model

@@ -142,6 +142,7 @@ def main() -> None:
 
 
 async def _serve(order: Order) -> None:
+    from streamer.cli.loop import freeze_heap
     from streamer.server.lifecycle import serve
 
     record = Record(order.num_streams)
@@ -154,6 +155,7 @@ async def _serve(order: Order) -> None:
         loop.call_soon_threadsafe(stop.set)
 
     def ready(url: str) -> None:
+        freeze_heap()
         threading.Thread(target=answer, daemon=True).start()
         tell(Ready(int(url.rpartition(":")[2])))
 

@@ -455,22 +455,27 @@ def test_a_step_without_memory_is_computed_in_smaller_ones(
     ]
 
 
+ENOUGH = 1 << 30
+
+
 class Memory(TorchDispatchMode):
     """Memory for `left` allocations, then one that fails, then for all: of any operation whose
-    result is neither a view nor an argument. `places` are the lines of code that led to each."""
+    result is neither a view nor an argument. Where that is ENOUGH, `places` are the lines of code
+    that led to each: finding them takes longer than the operations."""
 
     def __init__(self, left: int) -> None:
         super().__init__()
-        self.left = left
+        self.left, self.is_enough = left, left == ENOUGH
         self.places: list[tuple[tuple[str, int], ...]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not any(found.alias_info for found in func._schema.returns):
-            stack = ((f.f_code, line) for f, line in traceback.walk_stack(None))
-            ours = ((c.co_name, line) for c, line in stack if "/tests/" not in c.co_filename)
-            self.places.append(tuple(ours))
+            if self.is_enough:
+                stack = ((f.f_code, line) for f, line in traceback.walk_stack(None))
+                ours = ((c.co_name, line) for c, line in stack if "/tests/" not in c.co_filename)
+                self.places.append(tuple(ours))
             self.left -= 1
             if self.left == -1:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\n...")
@@ -530,7 +535,7 @@ def test_whatever_takes_the_last_memory_no_request_ends_by_it(
 
     trials = engine.scheduler.state.trials
     most = trials.max_tokens
-    enough = Memory(1 << 30)
+    enough = Memory(ENOUGH)
     expected = answers(enough)
     assert engine.preemptions[0] >= 1
     for n in {place: n for n, place in enumerate(enough.places)}.values():  # the last of each
