@@ -150,7 +150,7 @@ def request(ways: Ways, messages: Sequence[dict[str, Any]], turn: Turn) -> bytes
 
 async def ask(ways: Ways, data: bytes) -> Reply:
     """One answer; BadAnswer, OSError (TimeoutError too) or ValueError if there is none."""
-    reads = [read async for read in ways.target.aread(data)]
+    reads = await ways.target.aread(data)
     return read_reply(iter(reads))
 
 

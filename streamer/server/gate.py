@@ -6,6 +6,7 @@ request beyond its error. Under overload nearly every request ends here.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -52,4 +53,6 @@ class Gate:
                 left = service.admission.headers(tenant_of(scope))
                 await deny(scope, send, error, left)
                 return
+        if asyncio.current_task() is None:  # transport/http.py makes a task of what follows
+            await asyncio.sleep(0)
         await self._app(scope, receive, send)

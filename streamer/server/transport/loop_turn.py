@@ -18,6 +18,7 @@ WRITE_PART: Final = "streamer.write_part"
 MAX_PENDING_BYTES: Final = 64 << 10  # more is written before the turn ends, for flow control
 READ_BYTES: Final = 16 << 10  # fed to the protocol in one turn
 CLOSE_S: Final = 20.0  # in which the peer must read some of what is left after a close
+MAX_DROPPED_BYTES: Final = 16 << 20  # of a request that comes in after its answer
 
 
 class Turn:
@@ -53,10 +54,13 @@ class TurnTransport(asyncio.Transport):
     __slots__ = (
         "_feed",
         "_inner",
+        "_is_coming",
         "_is_due",
         "_is_held",
+        "_is_leaving",
         "_is_paused",
         "_loop",
+        "_num_dropped",
         "_num_pending",
         "_on_lost",
         "_parts",
@@ -83,6 +87,9 @@ class TurnTransport(asyncio.Transport):
         self._is_due = False  # a part is due to be fed in the next turn
         self._is_held = False  # the protocol has paused reading
         self._is_paused = False  # the inner transport does not read
+        self._is_coming = False  # a request has begun and not ended
+        self._is_leaving = False  # closed, but for the rest of that request
+        self._num_dropped = 0  # bytes of it
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Write at the end of this turn, or at once beyond MAX_PENDING_BYTES."""
@@ -93,9 +100,30 @@ class TurnTransport(asyncio.Transport):
         if self._num_pending > MAX_PENDING_BYTES:
             self.flush()
 
+    def begin_request(self) -> None:
+        """A close from now on waits for `end_request`.
+
+        The system resets a connection that is closed with data unread, and a reset takes the answer
+        from a client that is still sending (RFC 9112, 9.6).
+        """
+        self._is_coming = True
+
+    def end_request(self) -> None:
+        """Nothing more comes of the request, or it is not waited for."""
+        self._is_coming = False
+        if self._is_leaving:
+            self.close()
+
     def close(self) -> None:
-        """Close once everything is written; abort if the peer stops reading for CLOSE_S."""
+        """Close once all is written and the request has ended.
+
+        Aborts if the peer stops reading for CLOSE_S, or sends MAX_DROPPED_BYTES more.
+        """
         self.flush()
+        if self._is_coming and not self._inner.is_closing():
+            self._is_leaving = True
+            self.resume_reading()
+            return
         num_left = 0 if self._inner.is_closing() else self._inner.get_write_buffer_size()
         self._inner.close()
         if num_left:
@@ -107,10 +135,14 @@ class TurnTransport(asyncio.Transport):
 
     def is_closing(self) -> bool:
         """Whether the transport was closed or the peer is gone."""
-        return self._inner.is_closing()
+        return self._is_leaving or self._inner.is_closing()
 
     def receive(self, data: bytes, feed: Callable[[bytes], None]) -> None:
         """Feed the received data to the protocol: a part now, the rest in later turns."""
+        if self._is_leaving:
+            self._num_dropped += len(data)
+            if self._num_dropped > MAX_DROPPED_BYTES:
+                self.abort()
         self._feed = feed
         self._unread = memoryview(bytes(self._unread) + data) if self._unread else memoryview(data)
         if not self._is_due:

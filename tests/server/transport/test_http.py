@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -13,6 +14,7 @@ import httpx
 import pytest
 
 from streamer.server.transport import http as protocol
+from streamer.server.transport.loop_turn import MAX_DROPPED_BYTES
 from tests.server.support.running import Running
 
 START = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
@@ -114,6 +116,38 @@ def test_a_body_that_never_ends_is_cut(
     answer = answer_to(server, head + b"authorization: Bearer %s\r\n\r\n{" % key.encode())
     assert answer.split()[1] == (b"408" if key == "mine" else b"401")
     assert (b"request_timeout" in answer) == (key == "mine")
+
+
+def test_an_answer_before_the_body_reaches_a_client_that_sends_all_of_it_first(
+    server_with: Any,
+) -> None:
+    """A connection closed with data unread is reset, and what the client has not read is lost."""
+    server = server_with(api_key=("mine",))
+    size = 4 << 20
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nconnection: close\r\n"
+    with dial(server) as raw:
+        raw.sendall(head + b"content-length: %d\r\n\r\n" % size)
+        raw.sendall(bytes(size))
+        answer = read_to_end(raw)
+    assert answer.split()[1] == b"401"
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"]
+
+
+def test_a_body_that_never_ends_is_not_read_for_ever_after_the_answer(server: Running) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\ncontent-length: %d\r\n\r\n"
+    with dial(server) as raw:
+        raw.sendall(head % (1 << 40))
+        with pytest.raises(ConnectionError):
+            raw.sendall(bytes(4 * MAX_DROPPED_BYTES))
+
+
+def test_a_slow_body_is_not_waited_for_after_the_answer(
+    server_with: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "BODY_TIMEOUT_S", 0.3)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nconnection: close\r\n"
+    answer = answer_to(server_with(api_key=("mine",)), head + b"content-length: 9\r\n\r\n{")
+    assert answer.split()[1] == b"401"
 
 
 # ---------------------------------------------------------------- connections
@@ -353,3 +387,28 @@ def test_whatever_is_not_just_a_part_is_left_to_send(change: dict[str, bool]) ->
     cycle = cycle_that(**change)
     assert not protocol.write_part(cycle, b"x")
     assert cycle.written == []
+
+
+@pytest.mark.parametrize("is_future", [True, False])
+async def test_an_application_that_waits_becomes_a_task(is_future: bool) -> None:
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    future: asyncio.Future[int] = loop.create_future()
+    tasks: list[object] = []
+
+    async def app() -> None:
+        tasks.append(asyncio.current_task())
+        assert (await future if is_future else await asyncio.sleep(0, 5)) == 5
+        tasks.append(asyncio.current_task())
+        ended.set()
+
+    handler = protocol.LimitedHttpProtocol.__new__(protocol.LimitedHttpProtocol)
+    handler.loop, handler.tasks = loop, set()
+    cycle: Any = SimpleNamespace(
+        scope={"http_version": "1.1", "extensions": {}}, run_asgi=lambda _: app()
+    )
+    loop.call_soon(handler._start_asgi_task, cycle, None)
+    loop.call_soon(loop.call_soon, future.set_result, 5)
+    async with asyncio.timeout(5.0):
+        await ended.wait()
+    assert tasks[0] is None
+    assert tasks[1] is not None
