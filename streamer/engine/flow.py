@@ -1,4 +1,4 @@
-"""Flow: when a request pauses for its readers, and when it ends because they are gone.
+"""Flow: when a request pauses for its readers, and when it ends because they are gone; Reader.
 
 Owned by TokenStream, which reports readers and lag to it; it reaches the engine through Control.
 Lives on the loop.
@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
+
+from streamer.core.plan import Notice, NoticeKind
 
 
 class Control(Protocol):
@@ -33,6 +35,43 @@ class Limits(msgspec.Struct, frozen=True):
     detach_s: float | None = 0.0
     pause_s: float = 60.0
     linger_s: float = 30.0
+
+
+class Reader:
+    """One reader's cursors in a stream, and the notices it has not taken yet.
+
+    Made by TokenStream.attach, which owns every field; the caller keeps it to take and detach.
+
+    on_update     called when there is something to take, and when nothing more will come
+    is_dropped  it was dropped for its lag, and is detached
+    """
+
+    __slots__ = (
+        "acknowledged",
+        "cursors",
+        "finished",
+        "given",
+        "is_dropped",
+        "notices",
+        "number",
+        "on_update",
+        "taken",
+    )
+
+    def __init__(self, number: int, cursors: list[int], on_update: Callable[[], None]) -> None:
+        self.number = number
+        self.on_update = on_update
+        self.cursors = cursors
+        self.finished = [False] * len(cursors)
+        self.notices: dict[NoticeKind, Notice] = {}
+        self.given = self.taken = sum(cursors)
+        self.acknowledged: int | None = None
+        self.is_dropped = False
+
+    @property
+    def position(self) -> int:
+        """Output tokens the reader has consumed."""
+        return self.taken if self.acknowledged is None else self.acknowledged
 
 
 class Flow:

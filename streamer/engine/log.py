@@ -70,7 +70,8 @@ def deltas_of(items: list[Delta | Notice]) -> list[Delta]:
 
 
 class ChoiceLog:
-    """See the module. `tokens` holds token ids below 2**31.
+    """See the module. `tokens` holds token ids below 2**31; is_simple: appending one is a push,
+    but for `write`, due after each WRITTEN of them.
 
     Text is written when it is read, or after WRITTEN tokens: a reader that takes each token at once
     gets the token's own text, if that is all that it releases.
@@ -78,43 +79,44 @@ class ChoiceLog:
 
     __slots__ = (
         "_ends",
-        "_is_simple",
         "_last",
         "_logprob_bytes",
         "_logprobs",
         "_num_shown",
+        "_table",
         "_text",
         "_writer",
+        "is_simple",
         "tokens",
     )
 
     def __init__(self, writer: TextStream, has_logprobs: bool) -> None:
         self.tokens = array("i")
-        self._writer = writer
+        self._writer, self._table = writer, writer.table
         self._text = bytearray()  # UTF-8, whole characters
         self._ends = array("Q")  # bytes of text released up to and with each token
         self._last = ""  # text released by the last token
         self._logprobs: list[TokenLogprob] | None = [] if has_logprobs else None
         self._logprob_bytes = 0
-        self._is_simple = writer.is_plain and not has_logprobs
+        self.is_simple = writer.is_plain and not has_logprobs
         # Tokens up to the last one shown, if each not written yet has released its own text alone.
-        self._num_shown = 0 if self._is_simple else -1
+        self._num_shown = 0 if self.is_simple else -1
 
     @property
     def num_bytes(self) -> int:
         """About the bytes of memory the log occupies."""
-        self._write()
+        self.write()
         return len(self._text) + 12 * len(self.tokens) + self._logprob_bytes
 
     @property
     def has_rest(self) -> bool:
         """Whether the end released text that no token had."""
-        self._write()
+        self.write()
         return len(self._text) > (self._ends[-1] if self._ends else 0)
 
     def num_shown(self, end: int) -> int:
         """Of the first `end` tokens, those up to the last one that released text."""
-        self._write()
+        self.write()
         released = self._ends[end - 1] if end else 0
         if end > 1 and self._ends[end - 2] < released:
             return end  # the usual case, without a search
@@ -124,13 +126,13 @@ class ChoiceLog:
         self, token: int, logprob: TokenLogprob | None = None, finish: Finish | None = None
     ) -> None:
         """One more token, with its finish if it is the last."""
-        if finish is None and self._is_simple:
+        if finish is None and self.is_simple:
             tokens = self.tokens
             tokens.append(token)
             if not len(tokens) % WRITTEN:
-                self._write()
+                self.write()
             return
-        self._write()
+        self.write()
         self._num_shown = -1
         self.tokens.append(token)
         if self._logprobs is not None:
@@ -150,7 +152,7 @@ class ChoiceLog:
         self._ends.append(len(self._text))
         self._last = text
 
-    def _write(self) -> None:
+    def write(self) -> None:
         """Write the text of the tokens that have none yet."""
         tokens, ends = self.tokens, self._ends
         if len(ends) == len(tokens):
@@ -181,14 +183,14 @@ class ChoiceLog:
 
     def end(self, finish: Finish) -> None:
         """No more tokens: release what was held back, cut where the core ended it."""
-        self._write()
+        self.write()
         text = self._writer.finish(finish.text_bytes)
         self._text += text.encode()
         self._last += text
 
     def split(self, delta: Delta) -> Iterator[Delta]:
         """The delta token by token; text that no token released comes with the finish."""
-        self._write()
+        self.write()
         first, end = delta.start, delta.start + len(delta.token_ids)
         for i in range(first, end):
             begin = self._ends[i - 1] if i else 0
@@ -200,7 +202,7 @@ class ChoiceLog:
 
     def text_from(self, start: int) -> str:
         """Text after the first `start` tokens, as far as it is released."""
-        self._write()
+        self.write()
         begin = self._ends[start - 1] if start else 0
         return self._text[begin:].decode()
 
@@ -213,11 +215,15 @@ class ChoiceLog:
         tokens, end = self.tokens, start + 1
         if end == len(tokens) and self._logprobs is None:  # a reader that is not late
             token = tokens[start]
-            if start == self._num_shown and (text := self._writer.own_text(token)) is not None:
-                self._num_shown, self._last = end, text
-                return Delta(choice, start, (token,), text, None, finish)
+            if start == self._num_shown:
+                try:
+                    self._last = text = self._table[token].decode()
+                    self._num_shown = end
+                    return Delta(choice, start, (token,), text, None, finish)
+                except (IndexError, UnicodeDecodeError):
+                    pass  # it has no text by itself
             if end != self._num_shown:
-                self._write()
+                self.write()
             return Delta(choice, start, (token,), self._last, None, finish)
         return Delta(
             choice,

@@ -245,7 +245,7 @@ class Registry:
             if (stream := live.get(request_id)) is not None:
                 stream.prompt_logprobs += found
         finishes = {(f.request_id, f.choice): f for f in output.finishes}
-        self._push(output, finishes)
+        self._push(output, finishes, now)
         for (request_id, _), finish in finishes.items():
             stream = live.get(request_id)
             if stream is not None:
@@ -262,7 +262,9 @@ class Registry:
                 if not self._leaving[finish.request_id]:
                     del self._leaving[finish.request_id]
 
-    def _push(self, output: StepOutput, finishes: dict[tuple[str, int], Finish]) -> None:
+    def _push(
+        self, output: StepOutput, finishes: dict[tuple[str, int], Finish], now: float
+    ) -> None:
         """Hand each token to its stream, with the finish that comes with it, which is taken out of
         `finishes`."""
         ids, choices, logprobs = output.request_ids, output.choices, output.logprobs
@@ -270,11 +272,18 @@ class Registry:
             self._drawn, self._drawn_by = ids, [self._live.get(each) for each in ids]
             self._draw_once = len(set(ids)) == len(ids)
         streams = self._drawn_by
-        if self._draw_once and not finishes and not logprobs:
+        if self._draw_once and not logprobs:
+            ending = {request_id for request_id, _ in finishes}
             for stream, choice, token in zip(streams, choices, output.tokens, strict=True):
-                if stream is not None:
-                    stream.push(choice, token, None, None)
+                if stream is None:
+                    continue
+                if ending and stream.request_id in ending:
+                    stream.push(
+                        choice, token, None, finishes.pop((stream.request_id, choice), None)
+                    )
                     stream.wake()
+                else:
+                    stream.draw(choice, token, now)
             return
         following = (*streams[1:], None) if streams else ()
         drawn = zip(streams, choices, output.tokens, following, strict=True)

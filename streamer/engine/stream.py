@@ -16,54 +16,24 @@ from msgspec.structs import replace
 
 from streamer.constraints.reasoning import Place
 from streamer.core.plan import Drawn, Finish, FinishReason, Notice, NoticeKind, TokenLogprob
-from streamer.engine.flow import Control, Flow, Limits
-from streamer.engine.log import PROMPT_TOKEN_BYTES, ChoiceLog, Delta, bytes_of, bytes_of_params
+from streamer.engine.flow import Control, Flow, Limits, Reader
+from streamer.engine.log import (
+    PROMPT_TOKEN_BYTES,
+    WRITTEN,
+    ChoiceLog,
+    Delta,
+    bytes_of,
+    bytes_of_params,
+)
 from streamer.engine.refusals import fresh_copy
 from streamer.engine.requests import GenerateRequest, Progress, Timing
 from streamer.errors import InvalidRequest, ReaderTooSlow, StreamerError
 from streamer.tokenizer.text import TextStream
 
-__all__ = ["Delta", "Reader", "Timing", "TokenStream"]
+__all__ = ["Delta", "Timing", "TokenStream"]
 
-NEVER = 1 << 62  # more tokens than a stream ever has
+NEVER, BEHIND = 1 << 62, -1  # more tokens than a stream ever has, and fewer
 STREAM_BYTES = 1300  # of a stream without its choices
-
-
-class Reader:
-    """One reader's cursors in a stream, and the notices it has not taken yet.
-
-    Made by TokenStream.attach, which owns every field; the caller keeps it to take and detach.
-
-    on_update     called when there is something to take, and when nothing more will come
-    is_dropped  it was dropped for its lag, and is detached
-    """
-
-    __slots__ = (
-        "acknowledged",
-        "cursors",
-        "finished",
-        "given",
-        "is_dropped",
-        "notices",
-        "number",
-        "on_update",
-        "taken",
-    )
-
-    def __init__(self, number: int, cursors: list[int], on_update: Callable[[], None]) -> None:
-        self.number = number
-        self.on_update = on_update
-        self.cursors = cursors
-        self.finished = [False] * len(cursors)
-        self.notices: dict[NoticeKind, Notice] = {}
-        self.given = self.taken = sum(cursors)
-        self.acknowledged: int | None = None
-        self.is_dropped = False
-
-    @property
-    def position(self) -> int:
-        """Output tokens the reader has consumed."""
-        return self.taken if self.acknowledged is None else self.acknowledged
 
 
 class TokenStream:
@@ -177,7 +147,8 @@ class TokenStream:
         self._num_readers = 0  # ever
         self._notice: Notice | None = None
         self.is_restored = request.progress is not None
-        self._no_lag_until = 0  # up to this head no reader that is here now can lag too far
+        # Up to this head no reader that is here now can lag too far; BEHIND: one does.
+        self._no_lag_until = 0
         self._submitted = time.perf_counter()
         self._started: float | None = None
         self._first: float | None = None
@@ -470,7 +441,7 @@ class TokenStream:
     def took(self, reader: Reader) -> None:
         """The reader has consumed what `take` gave it."""
         reader.taken = reader.given
-        if self._flow.is_behind:
+        if self._head > self._no_lag_until:
             self._update_lag()
 
     def is_over(self, reader: Reader) -> bool:
@@ -513,6 +484,8 @@ class TokenStream:
             window = self._flow.limits.window
             self._no_lag_until = self._head - lag + window if window else NEVER
             self._flow.update_lag(lag)
+            if self._flow.is_behind:
+                self._no_lag_until = BEHIND
 
     def drop(self, reader: int) -> None:
         """Drop a reader whose transport takes nothing: its `read` raises ReaderTooSlow."""
@@ -542,6 +515,24 @@ class TokenStream:
             self._notify_observers()
         if finish is not None:
             self._close(finish)
+
+    def draw(self, choice: int, token: int, now: float) -> None:
+        """The only token that a step brings, without log probability or end: as `push` and `wake`,
+        and faster where it is the only choice."""
+        only = self._only
+        if only is None or self._first is None or not only.is_simple:
+            self.push(choice, token, None, None)
+            self.wake()
+            return
+        self._last = now
+        self._head = head = self._head + 1
+        only.tokens.append(token)
+        if not head % WRITTEN:
+            only.write()
+        for reader in self._readers:
+            reader.on_update()
+        if head > self._no_lag_until:
+            self._update_lag()
 
     def end(self, finish: Finish) -> None:
         """The end of a choice that got no token in this step."""

@@ -23,7 +23,8 @@ from streamer.replicas.messages import Problem
 
 if TYPE_CHECKING:
     from streamer.engine.engine import AsyncEngine
-    from streamer.engine.stream import Reader, TokenStream
+    from streamer.engine.flow import Reader
+    from streamer.engine.stream import TokenStream
     from streamer.replicas.connection import Connection
 
 MAX_TOKENS: Final = 1 << 14  # in one message, but for those of its last stream

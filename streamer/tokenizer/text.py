@@ -22,6 +22,7 @@ class TextStream:
     special      token id -> how a special token is shown; empty where they are left out
     is_plain     it has neither: a token's text follows from its bytes and an incomplete character
     is_whole     no incomplete character is held
+    table        token_bytes
     """
 
     __slots__ = (
@@ -31,9 +32,9 @@ class TextStream:
         "_seen",
         "_special",
         "_stop",
-        "_table",
         "is_plain",
         "is_whole",
+        "table",
     )
 
     def __init__(
@@ -42,7 +43,7 @@ class TextStream:
         stop: Sequence[bytes] = (),
         special: Mapping[int, bytes] | None = None,
     ) -> None:
-        self._table = token_bytes
+        self.table = token_bytes
         self._stop = [_StopPrefix(each) for each in stop]
         self._special = special or {}
         # Bytes that never become valid turn into U+FFFD at once: the decoder holds at most three.
@@ -56,7 +57,7 @@ class TextStream:
     def push(self, token_id: int) -> str:
         """The text that can be released now that this token has come; may be empty."""
         if self.is_plain:
-            table = self._table
+            table = self.table
             piece = table[token_id] if token_id < len(table) else b""
             self._seen += len(piece)
             return self._decode(piece)
@@ -64,16 +65,9 @@ class TextStream:
         held_back = max([stop.push(piece) for stop in self._stop], default=0)
         return self._release(len(self._held) - held_back)
 
-    def own_text(self, token_id: int) -> str | None:
-        """A token's text where nothing is held and nothing is special; None: it has none alone."""
-        try:
-            return self._table[token_id].decode()
-        except (IndexError, UnicodeDecodeError):
-            return None
-
     def pass_over(self, token_ids: Iterable[int]) -> list[bytes]:
-        """Count tokens that had their `own_text`; returns their bytes."""
-        table = self._table
+        """Count tokens each of which is text by itself; returns their bytes."""
+        table = self.table
         pieces = [table[token_id] for token_id in token_ids]
         self._seen += sum(map(len, pieces))
         return pieces
@@ -103,7 +97,7 @@ class TextStream:
 
     def _hold(self, token_id: int) -> bytes:
         """Take a token's bytes without releasing them."""
-        table = self._table
+        table = self.table
         piece = table[token_id] if token_id < len(table) else b""
         if token_id in self._special:
             self._marks.append((len(self._held), self._special[token_id]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -159,13 +160,13 @@ LETTERS = tuple(bytes([b]) for b in range(256))
 
 
 def lone_stream(
-    calls: Calls | None = None, *, n: int = 1, window: int = 0, detach_s: float | None = None,
-    pause_s: float = 60.0, linger_s: float = 30.0, **params: Any,
+    calls: Calls | None = None, *, request_id: str = "r", n: int = 1, window: int = 0,
+    detach_s: float | None = None, pause_s: float = 60.0, linger_s: float = 30.0, **params: Any,
 ) -> TokenStream:  # fmt: skip
     """A stream without an engine: tokens are bytes."""
     asked = SamplingParams(n=n, seed=5, **params)
     return TokenStream(
-        GenerateRequest(prompt=(1, 2, 3), params=asked, request_id="r"),
+        GenerateRequest(prompt=(1, 2, 3), params=asked, request_id=request_id),
         Limits(window, detach_s, pause_s, linger_s),
         calls or Calls(),
         LETTERS,
@@ -176,8 +177,7 @@ def lone_stream(
 def write(stream: TokenStream, text: str, choice: int = 0) -> None:
     """Append a text, one token per byte."""
     for byte in text.encode():
-        stream.push(choice, byte, None, None)
-        stream.wake()
+        stream.draw(choice, byte, time.perf_counter())
 
 
 def end(stream: TokenStream, choice: int = 0) -> Finish:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from streamer.core.plan import Finish, FinishReason, Notice, NoticeKind, StepOutput
 from streamer.engine.log import Delta
 from streamer.engine.registry import Registry
@@ -53,3 +55,18 @@ async def test_notices_come_with_the_tokens_of_their_step() -> None:
     running = Notice("r", NoticeKind.RUNNING)
     registry.distribute(step((0,), b"a", notices=(running,)))
     assert [items for items in taken if items] == [[running, Delta(0, 0, (97,), "a")]]
+
+
+async def test_a_token_for_each_stream_ends_those_whose_last_it_is() -> None:
+    registry = Registry(60.0, 1 << 20)
+    taken = [watched(registry, lone_stream(request_id=name)) for name in "rs"]
+    end = Finish("r", 0, FinishReason.LENGTH, 3)
+    for text, finishes in ((b"ax", ()), (b"by", ()), (b"cz", (end,))):
+        registry.distribute(StepOutput(0, ("r", "s"), (0, 0), tuple(text), finishes=finishes))
+    registry.distribute(StepOutput(0, ("s",), (0,), tuple(b"!")))
+    for found, text, last in zip(taken, ("abc", "xyz!"), (end, None), strict=True):
+        deltas = [Delta(0, i, (ord(char),), char) for i, char in enumerate(text)]
+        if last is not None:
+            deltas[-1] = msgspec.structs.replace(deltas[-1], finish=last)
+        assert found == [[delta] for delta in deltas]
+    assert registry.num_live == 1

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from streamer.core.plan import Notice
-    from streamer.engine.stream import Delta, Reader, TokenStream
+    from streamer.engine.flow import Reader
+    from streamer.engine.stream import Delta, TokenStream
 
 Work = Coroutine[Any, Any, None]
 Write = Callable[[int, list["Delta | Notice"]], Work | None]
