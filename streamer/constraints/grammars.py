@@ -33,6 +33,8 @@ MAX_KEPT = 128  # compiled grammars that no live request has
 # and 0.27 s holds 3.4 MB (EPYC Zen 5, 2026-11-22).
 MAX_KEPT_S = 5.0
 MAX_REASON = 500  # characters
+SLOW_S = 0.5e-3  # a mask that takes more is too much for a step to wait for
+TRIAL = 16  # masks after which a grammar is known to be quick, at first
 NO_VALUE = "Unsatisfiable schema"  # llguidance's words
 MAX_NAMING_S = 0.1  # of looking for the keyword that is at fault
 MAX_TEXTS, MAX_TEXT = 4096, 256  # forced texts whose tokens are remembered, and characters of one
@@ -169,13 +171,35 @@ class Vocabulary:
 
 
 class Compiled:
-    """A grammar that a row may follow."""
+    """A grammar that a row may follow.
 
-    __slots__ = ("__weakref__", "_matcher", "took_s")
+    is_slow  a mask, or a token to follow, took longer than SLOW_S, and too few did not since
+    """
+
+    __slots__ = ("__weakref__", "_matcher", "_num_quick", "_trial", "is_slow", "took_s")
 
     def __init__(self, matcher: llguidance.LLMatcher, took_s: float) -> None:
         self._matcher = matcher
         self.took_s = took_s  # to compile
+        self.is_slow = False
+        self._trial = TRIAL  # masks that must be quick, one after the other
+        self._num_quick = 0  # that were
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether its masks are known to be."""
+        return not self.is_slow and self._num_quick >= self._trial
+
+    def took(self, took_s: float, count: int) -> None:
+        """So many masks, or tokens to follow, took this much of a thread's time. Each time that
+        they are slow again, twice as many must be quick afterwards."""
+        if took_s <= SLOW_S * count:
+            self._num_quick += count
+            self.is_slow = self.is_slow and self._num_quick < self._trial
+            return
+        if not self.is_slow:
+            self._trial *= 2
+        self.is_slow, self._num_quick = True, 0
 
     def held(self, _: object) -> None:
         """Does nothing: a reference to this method keeps the grammar compiled."""

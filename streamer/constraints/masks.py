@@ -1,16 +1,14 @@
 """Masks: which tokens each constrained row may draw next, as bits, filled beside a step.
 
-Owns a thread that waits for llguidance's own ones. A row's Constraint follows the tokens that it
-drew; provisional tokens are followed and rolled back. Called by the samplers, on their thread.
+A row's Constraint follows the tokens that it drew; provisional tokens are followed and rolled back.
+Made by the samplers; filler.py fills the masks of a step.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +21,7 @@ if TYPE_CHECKING:
     import llguidance
 
 Words = NDArray[np.int32]
-# Masks of a step that take longer are filled by all of llguidance's threads: waking those takes
-# 60 us, 16 masks where a text is forced 10 to 20 (2 cores of an EPYC Zen 5, 2026-11-22).
-TOGETHER_S = 0.3e-3
+MAX_BEHIND: Final = 256  # tokens to follow, of a row that comes back, that a step waits for
 
 
 class Constraint:
@@ -35,11 +31,15 @@ class Constraint:
     banned while the row must not end (min_tokens, ignore_eos), unless the grammar allows nothing
     else. Where the reasoning stands, no token is banned but those stop_ids, and the end tokens
     where a grammar follows.
+
+    newest    its last known token
+    used_s    what its masks took for which no step waits, or the turn at which it came
+    was_late  a mask of it was not there in time, once
     """
 
     __slots__ = (
-        "_behind", "_crossing", "_end_ids", "_held", "_matcher", "_size", "_stops", "_vocabulary",
-        "end_bits", "ends", "floor", "place",
+        "_behind", "_compiled", "_crossing", "_end_ids", "_held", "_matcher", "_size", "_stops",
+        "_vocabulary", "end_bits", "ends", "floor", "newest", "place", "row", "used_s", "was_late",
     )  # fmt: skip
 
     def __init__(
@@ -47,6 +47,9 @@ class Constraint:
     ) -> None:
         ends = [t for t in vocabulary.end_ids if t < vocab_size]
         stops = [t for t in join.stop_ids if 0 <= t < vocab_size]
+        self.row, self.newest = join.row, join.tokens[-1]
+        self.used_s, self.was_late = 0.0, False
+        self._compiled = compiled
         self._matcher = None if compiled is None else compiled.matcher()
         self._behind = list(join.tokens[join.num_prompt :])  # drawn, not followed yet
         self._vocabulary, self._size = vocabulary, vocab_size
@@ -73,6 +76,27 @@ class Constraint:
     def drew(self, token: int) -> None:
         """The row's next token is this one."""
         self._behind.append(token)
+        self.newest = token
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether its masks are known to take no longer than a step may wait."""
+        if len(self._behind) > MAX_BEHIND:
+            return False
+        return self._compiled is None or self._compiled.is_quick
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether a step does not wait for its masks."""
+        if len(self._behind) > MAX_BEHIND:
+            return True
+        return self._compiled is not None and self._compiled.is_slow
+
+    def took(self, took_s: float, count: int) -> None:
+        """So many masks, or tokens that it followed, took this much of a thread's time."""
+        self.used_s += took_s
+        if self._compiled is not None:
+            self._compiled.took(took_s, count)
 
     def advance(self) -> llguidance.LLMatcher | None:
         """The matcher, after all drawn tokens; None while it does not decide alone."""
@@ -82,17 +106,20 @@ class Constraint:
             if self.place.stage == "answer":
                 self.place = None
         matcher = self._matcher
-        if matcher is not None:
+        if matcher is not None and behind:
+            began_s = time.thread_time()
             for token in behind:
                 if matcher.is_stopped():  # more ends, where min_tokens had not come yet
                     break
                 matcher.consume_token(token)
+            self.took(time.thread_time() - began_s, len(behind))
         return matcher if self.place is None else None
 
     @property
     def forced(self) -> tuple[int, ...]:
-        """The tokens that alone may come next, as far as that is certain: 11 us."""
-        if self._behind and self.is_end(self._behind[-1]):
+        """The tokens that alone may come next, as far as that is certain: 11 us, or under a slow
+        grammar 1 ms, which no step waits for."""
+        if self.is_slow or (self._behind and self.is_end(self._behind[-1])):
             return ()
         matcher = self.advance()
         if matcher is not None:
@@ -169,127 +196,6 @@ class Constraint:
         if self._matcher is None or not self._matcher.is_error():
             return ""
         return f"the answer's grammar: {self._matcher.get_error()}".partition("\n")[0]
-
-
-class Wanted:
-    """Masks of one step: of `constraint` at `position` and, after each of `tokens`, the next."""
-
-    __slots__ = ("constraint", "position", "tokens")
-
-    def __init__(self, constraint: Constraint, position: int, tokens: Sequence[int] = ()) -> None:
-        self.constraint = constraint
-        self.position = position
-        self.tokens = list(tokens)
-
-
-Followed = tuple["llguidance.LLMatcher", int, Wanted]  # and where its masks begin
-
-
-class Filled:
-    """The masks of a step.
-
-    words    [n, words] int32, in order: bit t % 32 of word t // 32 is token t
-    errors   index -> why there is no mask
-    """
-
-    __slots__ = ("errors", "words")
-
-    def __init__(self, words: Words, errors: dict[int, str]) -> None:
-        self.words = words
-        self.errors = errors
-
-
-class MaskFiller:
-    """Fills masks in a thread beside the step, and in llguidance's where they take long; `begin`
-    returns at once."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._num_words = -(-vocab_size // 32)
-        self._threads = ThreadPoolExecutor(1, "streamer-masks")
-        self._executor: llguidance.LLExecutor | None = None
-        self._is_slow = False  # the last step's masks
-
-    def begin(self, wanted: Sequence[Wanted]) -> Callable[[], Filled]:
-        """Begin to fill these masks; the result waits for them."""
-        future: Future[Filled] = self._threads.submit(partial(self.fill, wanted))
-        return future.result
-
-    def fill(self, wanted: Sequence[Wanted]) -> Filled:
-        """Fill these masks here."""
-        count = sum(1 + len(each.tokens) for each in wanted)
-        words = np.zeros((count, self._num_words), np.int32)
-        at, followed = 0, list[Followed]()
-        for each in wanted:
-            matcher = each.constraint.advance()
-            if matcher is None:
-                here = words[at : at + 1 + len(each.tokens)]
-                each.constraint.fill(here, each.position, each.tokens)
-            else:
-                followed.append((matcher, at, each))
-            at += 1 + len(each.tokens)
-        if followed:
-            began = time.perf_counter()
-            (self._fill_together if self._is_slow else self._fill_each)(words, followed)
-            took_s = time.perf_counter() - began
-            self._is_slow = took_s > (TOGETHER_S / 2 if self._is_slow else TOGETHER_S)
-        return Filled(words, _finished(words, followed))
-
-    def _fill_each(self, words: Words, followed: Sequence[Followed]) -> None:
-        start, row_bytes = words.ctypes.data, 4 * self._num_words
-        for matcher, at, each in followed:
-            where, taken = start + at * row_bytes, 0
-            matcher.unsafe_compute_mask_ptr(where, row_bytes)
-            for token in each.tokens:
-                if each.constraint.is_end(token) or not matcher.try_consume_tokens([token]):
-                    break  # llguidance stops before ends
-                taken += 1
-                matcher.unsafe_compute_mask_ptr(where + taken * row_bytes, row_bytes)
-            if taken:
-                matcher.rollback(taken)
-
-    def _fill_together(self, words: Words, followed: Sequence[Followed]) -> None:
-        if self._executor is None:
-            import llguidance
-
-            self._executor = llguidance.LLExecutor()
-        where = words.ctypes.data, 4 * self._num_words, len(words)
-        plain = [(matcher, at) for matcher, at, each in followed if not each.tokens]
-        runs = [(matcher, at, each.tokens) for matcher, at, each in followed if each.tokens]
-        if plain:
-            self._executor.unsafe_compute_mask_ptr(plain, *where)
-        if runs:
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(runs, *where)
-
-    def fill_last(self, wanted: Sequence[Wanted]) -> Filled:
-        """Fill these masks, and return each one's last: that after all its tokens."""
-        filled = self.fill(wanted)
-        ends = np.cumsum([1 + len(each.tokens) for each in wanted]) - 1
-        return Filled(filled.words[ends], {})
-
-    def close(self) -> None:
-        """End the thread."""
-        self._threads.shutdown()
-
-
-def _finished(words: Words, followed: Sequence[Followed]) -> dict[int, str]:
-    """Add the rows' own ends to what llguidance allows, in place; index -> why there is no mask."""
-    errors: dict[int, str] = {}
-    if not followed:
-        return errors
-    at, bits = followed[0][2].constraint.end_bits
-    may_end: NDArray[np.bool_] = np.logical_or.reduce(words[:, at] & bits, axis=1)
-    for _, start, each in followed:
-        constraint, reason = each.constraint, each.constraint.error
-        for n in range(1 + len(each.tokens)):
-            is_after = n > 0 and constraint.is_end(each.tokens[n - 1])
-            if is_after:
-                words[start + n] = constraint.ends  # llguidance stops before these
-            if is_after or may_end[start + n] or each.position + n < constraint.floor:
-                constraint.finish(words[start + n], each.position + n)
-            if reason:
-                words[start + n] = 0  # llguidance then allows the ends: the text is not whole
-                errors[start + n] = reason
-    return errors
 
 
 def _bits(tokens: Sequence[int], num_words: int) -> Words:

@@ -256,6 +256,16 @@ class KVManager:
             del seq.blocks[kept:]
             self._touch(seq, kept)
 
+    def step_back(self, seq: Sequence, after_plan: int) -> None:
+        """Give back the blocks beyond its tokens, of which the last known one is computed again: in
+        a block that may have been published, and taken by others, meanwhile."""
+        self.truncate(seq, after_plan)
+        kept = num_blocks_for(seq.num_computed, self.block_size)
+        self.host.give_back(seq.host_blocks[kept:], after_plan)
+        del seq.host_blocks[kept:]
+        seq.num_published = min(seq.num_published, seq.num_computed // self.block_size)
+        seq.shares_tail = bool(seq.blocks)
+
     def num_beyond(self, seq: Sequence) -> int:
         """Blocks it holds beyond its tokens, for provisional ones."""
         return max(0, len(seq.blocks) - num_blocks_for(seq.num_tokens, self.block_size))

@@ -138,6 +138,8 @@ class Facts(msgspec.Struct, frozen=True):
     swap_bytes_per_s   measured host-device bandwidth
     swap_fixed_s       fixed cost of a swap, one way
     swap_s             seconds that swap copies have taken so far, both ways
+    late               rows that drew nothing for the lack of a mask, which is being filled: they
+                       sit out until it is there
     """
 
     copies_done: int = 0
@@ -149,6 +151,7 @@ class Facts(msgspec.Struct, frozen=True):
     swap_bytes_per_s: float = 1e10
     swap_fixed_s: float = 1e-4
     swap_s: float = 0.0
+    late: tuple[int, ...] = ()
 
 
 # ---------------------------------------------------------------- plan: scheduler -> runner
@@ -325,6 +328,8 @@ class StepResult(msgspec.Struct, frozen=True):
     proposals  row of Plan.drafts -> the tokens that the runner proposes after its newest one
     forced  row -> the tokens that a grammar allows alone after its newest one
     candidates  row of a beam, which draws nothing -> the best next tokens
+    late  rows that were to draw and did not, as their masks were not there in time: each is to
+          compute its last token again, and to draw then
     """
 
     number: int
@@ -336,6 +341,7 @@ class StepResult(msgspec.Struct, frozen=True):
     proposals: dict[int, tuple[int, ...]] = {}
     forced: dict[int, tuple[int, ...]] = {}
     candidates: dict[int, Candidates] = {}
+    late: tuple[int, ...] = ()
 
 
 # ---------------------------------------------------------------- output: scheduler -> loop

@@ -21,6 +21,7 @@ from streamer.core.plan import (
     TokenLogprob,
 )
 from streamer.core.request import OUTPUT_COST, Request, Sequence
+from streamer.core.running import late
 from streamer.core.state import State
 from streamer.core.stopping.strings import StopStrings
 from streamer.core.verification import settle, take
@@ -41,6 +42,10 @@ def apply_result(state: State, plan: Plan, result: StepResult) -> StepOutput:
     kept = append_each(state, result) if is_each else append(state, result, last)
     for row, reason in result.failed.items():
         fail_row(state, row, reason, num_drawn=int(row not in result.rows))
+    if state.late:
+        late.drew(state, result.rows)
+    if result.late:
+        late.step_back(state, result.late)
     if runs or result.proposals or result.forced or state.forced:
         settle(state, runs, result)
     if state.beams_due:

@@ -102,7 +102,7 @@ class Scheduler:
     def schedule(self, facts: Facts) -> Plan | None:
         """The next plan; None when there is nothing to do, or not until the last one is applied.
 
-        A plan without rows reports finishes or waits for copies.
+        A plan in which no row computes reports finishes, or waits for copies or masks.
         """
         state = self.state
         if state.trials.members and state.launched > state.collected:
@@ -231,7 +231,7 @@ class Scheduler:
         if not has_work and not state.report:
             if state.launched > state.collected:
                 return None  # apply what is launched first
-            if not state.copy_plans:
+            if not (state.copy_plans or draft.waits):
                 self._require_idle()
                 return None
         state.launch(draft)

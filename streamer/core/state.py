@@ -53,6 +53,7 @@ class Draft:
     last      the sequences that draw the last token they may
     has_swap  a swap begins, even if every block is there already
     due       blocks that the running rows will need in the step after this one
+    waits     running sequences sit out until their masks are there
     """
 
     def __init__(self, number: int, config: SchedulerConfig, max_tokens: int) -> None:
@@ -72,6 +73,7 @@ class Draft:
         self.num_samples = 0
         self.has_swap = False
         self.due = 0
+        self.waits = False
 
 
 class StepReport:
@@ -197,6 +199,7 @@ class State:
     speculation           chooses provisional tokens; None: off
     unsettled             sequences that verify in a plan not applied
     forced                sequence -> number of its known tokens, and what must follow these
+    late                  sequences that were to draw and did not, until they do: running/late.py
     """
 
     def __init__(
@@ -220,6 +223,7 @@ class State:
         self.speculation = speculation
         self.unsettled: dict[Sequence, None] = {}
         self.forced: dict[Sequence, tuple[int, tuple[int, ...]]] = {}
+        self.late: dict[Sequence, None] = {}
 
     # ------------------------------------------------------------ time
 
@@ -325,6 +329,8 @@ class State:
 
     def leave_all(self, request: Request) -> None:
         """Take the request out of all its rows."""
+        for seq in request.sequences if self.late else ():
+            self.late.pop(seq, None)
         for seq in request.sequences if self.speculation is not None else ():
             self.end_speculation(seq)
         self.rows.leave_all(request, self.launched, self.collected)
@@ -378,6 +384,7 @@ class State:
         self._close(request)
 
     def _let_go(self, seq: Sequence) -> None:
+        self.late.pop(seq, None)
         self.end_speculation(seq)
         self.rows.leave(seq, self.launched, self.collected)
         self.kv.release(seq, self.launched)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from streamer.core.admission import blocks_needed
 from streamer.core.plan import Chunk, Plan, StepResult, accepted
 from streamer.core.request import Sequence
+from streamer.core.running.late import waiting
 from streamer.core.speculation.interface import Speculation
 from streamer.core.state import Draft, State
 from streamer.errors import InvariantViolated
@@ -32,15 +33,17 @@ def speculate(state: State, draft: Draft) -> dict[Sequence, None]:
     lineup, speculation = state.requests.lineup, state.speculation
     budget = min(draft.budget - len(lineup), draft.to_score)
     looked = speculation.looks(len(lineup), budget, state.facts) if speculation else ()
-    done = {seq: None for seq in state.unsettled if seq in lineup.others}
+    late = waiting(state) if state.late else []
+    draft.waits = bool(late)
+    done = {seq: None for seq in (*state.unsettled, *late) if seq in lineup.others}
     if not looked and not done and not state.forced:
         return done
-    found = [seq for seq in looked if seq not in done and may_verify(seq, draft)]
+    found = [seq for seq in looked if seq not in done and may_verify(state, seq, draft)]
     ahead = [seq for seq in found if seq.num_pending]
     if speculation is not None and ahead:
         done |= dict.fromkeys(speculation.wait(ahead, state.facts))
     draft.idle += [seq.row for seq in done if seq.joined]
-    sure = [seq for seq in state.forced if seq not in done and may_verify(seq, draft)]
+    sure = [seq for seq in state.forced if seq not in done and may_verify(state, seq, draft)]
     chosen = forced_tokens(state, [seq for seq in sure if not seq.num_pending])
     known = [seq for seq in found if not seq.num_pending and seq not in chosen]
     if speculation is not None and known and budget > 0:
@@ -69,7 +72,7 @@ def is_behind(seq: Sequence) -> bool:
     return not seq.joined or seq.num_tokens - seq.num_computed > 1
 
 
-def may_verify(seq: Sequence, draft: Draft) -> bool:
+def may_verify(state: State, seq: Sequence, draft: Draft) -> bool:
     """Whether it would decode in its row, and may draw two tokens or more."""
     request, known = seq.request, seq.num_tokens
     return (
@@ -78,6 +81,7 @@ def may_verify(seq: Sequence, draft: Draft) -> bool:
         and known - seq.num_computed == 1
         and known + 1 - len(request.add.prompt) < request.max_tokens
         and seq not in draft.stalled
+        and seq not in state.late
         and not request.spare_rows
     )
 
@@ -164,7 +168,8 @@ class Run(NamedTuple):
 
 
 def take(state: State, plan: Plan, result: StepResult) -> list[Run]:
-    """The runs of a plan's verifications; each of their tokens counts as drawn from here on.
+    """The runs of a plan's verifications, but those that were late; each of their tokens counts as
+    drawn from here on.
 
     The tokens that a run confirms are computed, if the sequence still has the blocks: one that was
     preempted meanwhile computes them again.
@@ -178,6 +183,10 @@ def take(state: State, plan: Plan, result: StepResult) -> list[Run]:
         seq = state.rows.owners[chunk.row]
         if seq is None:
             raise InvariantViolated(f"plan {plan.number} verified row {chunk.row} of no sequence")
+        if chunk.row in result.late:
+            seq.provisional, seq.is_forced = (), False
+            del state.unsettled[seq]
+            continue
         right = accepted(chunk.tokens[1:], tokens)
         is_cut = len(tokens) == right < chunk.num_draws
         if len(tokens) > right + 1 or (is_cut and chunk.row not in result.failed):

@@ -18,8 +18,9 @@ import pytest
 from numpy.typing import NDArray
 
 from streamer.constraints import grammars as module
+from streamer.constraints.filler import Filled, MaskFiller, Wanted
 from streamer.constraints.grammars import Grammars, Vocabulary
-from streamer.constraints.masks import Constraint, Filled, MaskFiller, Wanted
+from streamer.constraints.masks import Constraint
 from streamer.core.plan import RowJoin
 from streamer.core.sampling import MAX_GRAMMAR_BYTES, Grammar, SamplingParams
 from streamer.errors import InvalidRequest

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamer.constraints.filler import MaskFiller, Wanted
 from streamer.constraints.grammars import Grammars, Vocabulary
-from streamer.constraints.masks import Constraint, MaskFiller, Wanted
+from streamer.constraints.masks import Constraint
 from streamer.constraints.reasoning import Place
 from streamer.core.plan import Reasoning, RowJoin
 from streamer.core.sampling import SamplingParams

@@ -7,8 +7,9 @@ import re
 
 import pytest
 
+from streamer.constraints.filler import MaskFiller, Wanted
 from streamer.constraints.grammars import Grammars, Vocabulary
-from streamer.constraints.masks import Constraint, MaskFiller, Wanted
+from streamer.constraints.masks import Constraint
 from streamer.core.plan import RowJoin
 from streamer.core.sampling import SamplingParams
 from tests.constraints.test_masks import allowed_by

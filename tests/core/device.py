@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from streamer.core.beams.search import BeamSearch, Ended, num_candidates
 from streamer.core.plan import (
     Add,
@@ -34,6 +36,7 @@ from streamer.core.plan import (
 VOCAB = 97
 ROOT = 1
 BAD = -1  # a cell whose K or V is not finite
+LOST = -2  # one of a token that was not drawn
 
 
 def extend(chain: int, token: int) -> int:
@@ -96,12 +99,16 @@ def continuation(tokens: list[int], choice: int, count: int) -> list[int]:
 
 @dataclass
 class Row:
-    """The runner's record of a sequence."""
+    """The runner's record of a sequence.
+
+    lost_until  up to this plan it goes on from a token that it did not draw
+    """
 
     join: RowJoin
     tokens: list[int]
     computed: int
     table: list[int] = field(default_factory=list)
+    lost_until: int = 0
 
 
 class Device:
@@ -242,7 +249,13 @@ class Device:
         work = self._work(plan)
         forks = [join for join in plan.joins if join.logits_of >= 0]
         stored: list[int] = []
+        late = [row.join.row for row, _ in work if plan.number <= row.lost_until]
         for row, chunk in work:  # every store before any read
+            if row.join.row in late:
+                block, offset = divmod(len(row.tokens), self.size)
+                self.memory[row.table[block]][offset] = LOST
+                stored.append(row.table[block])
+                continue
             chains = chain_of(row.tokens)
             for position in range(row.computed, row.computed + chunk.count):
                 block, offset = divmod(position, self.size)
@@ -258,6 +271,8 @@ class Device:
         failed: dict[int, str] = {}
         for row, chunk in work:
             number = row.join.row
+            if number in late:
+                continue
             is_well = self._read(row)
             if chunk.num_draws and is_well and row.join.params.use_beam_search:
                 wanted = num_candidates(row.join.params, len(row.join.stop_ids))
@@ -286,6 +301,7 @@ class Device:
             prompt_logprobs=scores,
             proposals={row: self._propose(self.rows[row], n) for row, n in plan.drafts},
             candidates=candidates,
+            late=tuple(late),
         )
 
     def _before(self, row: Row, end: int) -> list[int]:
@@ -321,6 +337,24 @@ class Device:
                 found = score(join.tokens[: join.num_prompt])
                 scores[chunk.row] = tuple(found[upto - chunk.score : upto])
         return scores
+
+    def delay(self, plan: Plan, result: StepResult, numbers: set[int]) -> StepResult:
+        """These rows, which drew, did not: the masks of what they may draw were not there."""
+        for number in numbers:
+            row = self.rows[number]
+            del row.tokens[-result.rows.count(number) :]
+            row.computed = len(row.tokens) - 1
+            row.lost_until = max([plan.number, *(other.number for other in self.launched)])
+        drawn = zip(result.rows, result.tokens, strict=True)
+        kept = [(row, token) for row, token in drawn if row not in numbers]
+        late = numbers.union(result.late)
+        return replace(
+            result,
+            rows=tuple(row for row, _ in kept),
+            tokens=tuple(token for _, token in kept),
+            proposals={row: each for row, each in result.proposals.items() if row not in late},
+            late=tuple(sorted(late)),
+        )
 
     def poison(self, plan: Plan, result: StepResult) -> StepResult:
         """Let the first row that drew fail, at the last token of its run, and mark what it wrote

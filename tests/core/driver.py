@@ -6,6 +6,7 @@ exactly once a choice, with the tokens the oracle gives, and leave nothing behin
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict, deque
 from collections.abc import Callable
 
@@ -101,6 +102,9 @@ class Driver:
         self.blamed: set[str] = set()
         self.flush_copies = True  # whether swap copies end when their plan is collected
         self.early_copies = False  # whether swap copies run as soon as they may
+        self.slow: random.Random | None = None  # whose masks are late, and for how long
+        self.late: set[int] = set()  # rows that wait for their masks
+        self.num_late = 0
 
     # ------------------------------------------------------------ commands
 
@@ -154,6 +158,7 @@ class Driver:
         self.device = Device(config.num_blocks, config.num_host_blocks, config.block_size)
         self.inflight.clear()
         self.lost.clear()
+        self.late.clear()
         self.plans, self.log, self.first_plan, self.held = [], [], {}, set()
         self.over, self.last_bad_plan = set(self.finishes), 0
         for request_id, add in self.adds.items():
@@ -175,6 +180,7 @@ class Driver:
         self.device.copies_done = copies_done
         self.inflight.clear()
         self.lost.clear()
+        self.late.clear()
         self.first_plan, self.last_bad_plan = {}, 0
         self.log.append(("fault", fault))
         self.verdicts.append(self.scheduler.reset(fault))
@@ -192,7 +198,8 @@ class Driver:
 
     def launch(self) -> Plan | None:
         """Schedule and launch one plan, if there is one."""
-        facts = Facts(copies_done=self.device.copies_done, **self.costs)
+        late = tuple(sorted(self.late))
+        facts = Facts(copies_done=self.device.copies_done, late=late, **self.costs)
         self.log.append(("facts", facts))
         head = self.scheduler.state.queue.head()
         plan = self.scheduler.schedule(facts)
@@ -209,6 +216,7 @@ class Driver:
             self.plans.append(plan)
             assert sum(c.score for c in plan.chunks) <= self.config.max_scored_tokens
             self.device.launch(plan, self.early_copies)
+            self.late.difference_update(plan.leaves)
             self.inflight.append(plan)
             self._check_tables()
             for join in plan.joins:
@@ -261,6 +269,7 @@ class Driver:
             first = result.rows[0] if result.rows else min(result.candidates)
             self.sick.add(self.device.rows[first].join.request_id)
             result = self.device.poison(plan, result)
+        result = self._let_be_late(plan, result)
         is_waiting = not plan.num_rows and not self.inflight
         if self.flush_copies or is_waiting:
             self.device.flush(plan.number)
@@ -272,6 +281,22 @@ class Driver:
         self._take(output)
         self.steps += 1
         return output
+
+    def _let_be_late(self, plan: Plan, result: StepResult) -> StepResult:
+        """Some rows of the plan do not draw; masks that others wait for come now and then, and one
+        of them if nothing else is in the plan."""
+        if self.slow is None:
+            self.late.clear()
+            return result
+        rng = self.slow
+        self.late = {row for row in self.late if rng.random() < 0.7}
+        if not plan.num_tokens and self.late:
+            self.late.pop()
+        chosen = {row for row in result.rows if row not in result.failed and rng.random() < 0.2}
+        result = self.device.delay(plan, result, chosen)
+        self.late.update(row for row in result.late if row in self.device.rows)
+        self.num_late += len(result.late)
+        return result
 
     def step(self) -> bool:
         """One iteration; False when there was nothing to do."""
@@ -374,6 +399,8 @@ class Driver:
         assert totals.copied_blocks == copied
         ends = (finish for key, finish in self.finishes.items() if key not in self.over)
         last = {f.request_id: f.copied_tokens for f in ends}
-        assert copied <= sum(last.values()) <= copied * (self.config.block_size - 1)
+        # of a block whose first token is computed again, nothing is copied that counts
+        assert sum(last.values()) <= copied * (self.config.block_size - 1)
+        assert self.num_late or copied <= sum(last.values())
         assert totals.swapped_out_blocks == sum(len(plan.swap_out) for plan in self.plans)
         assert totals.swapped_in_blocks == sum(len(plan.swap_in) for plan in self.plans)

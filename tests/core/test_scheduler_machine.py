@@ -116,9 +116,11 @@ class RandomCommands(RuleBasedStateMachine):
     def resume(self, data: st.DataObject) -> None:
         self.driver.resume(data.draw(st.sampled_from(sorted(self.driver.held))))
 
-    @rule(late=st.booleans(), early=st.booleans(), fails=st.booleans())
-    def faults(self, late: bool, early: bool, fails: bool) -> None:
-        """Swap copies that run early or late; a row whose logits are not finite."""
+    @rule(late=st.booleans(), early=st.booleans(), fails=st.booleans(), slow=st.integers(-5, 5))
+    def faults(self, late: bool, early: bool, fails: bool, slow: int) -> None:
+        """Swap copies that run early or late; a row whose logits are not finite; masks that are
+        late."""
+        self.driver.slow = random.Random(slow) if slow > 0 else None
         self.driver.flush_copies = not late
         self.driver.early_copies = early
         self.driver.fail_next = fails
@@ -174,11 +176,13 @@ def test_random_commands_leak_nothing_starve_no_request_and_end_each_once(
 
 
 def random_session(
-    seed: int, *, depth: int, speculates: bool = False, restarts: float = 0.0, faults: float = 0.0
-) -> Driver:
+    seed: int, *, depth: int, speculates: bool = False, restarts: float = 0.0,
+    faults: float = 0.0, is_slow: bool = False,
+) -> Driver:  # fmt: skip
     """A seeded run under memory pressure, with every command, and swap copies at any time.
 
     restarts, faults  the shares of the commands that lose the engine, and of the plans that fail
+    is_slow           masks come late
     """
     rng = random.Random(seed)
     num_blocks = 20 if seed % 2 else rng.randint(1, 9)
@@ -188,6 +192,8 @@ def random_session(
     driver = Driver(config, depth=depth, costs=costs, speculation=speculation)
     if faults:
         driver.faulty = faults_at_random(rng, faults)
+    if is_slow:
+        driver.slow = random.Random(seed)
     for _ in range(120):
         driver.fails_late = bool(faults) and rng.random() < 0.5
         driver.flush_copies = rng.random() < 0.3
@@ -285,6 +291,18 @@ def random_verifications(depth: int) -> None:
     assert min(num_accepted, num_rejected) > 300
 
 
+def random_lates(depth: int) -> None:
+    """Rows without their masks draw the same tokens, later; others do not wait for them."""
+    num_late = 0
+    for seed in range(40):
+        faults, speculates = 0.03 * (seed % 5 == 0), seed % 3 == 0
+        driver = random_session(
+            seed, depth=depth, speculates=speculates, faults=faults, is_slow=True
+        )
+        num_late += driver.num_late
+    assert num_late > 1000
+
+
 def swap_in_beside_a_cancelled_writer(depth: int) -> None:
     """r1 is cancelled while a plan that writes its tail is under way; r0 needs its blocks."""
     driver = Driver(make_config(num_blocks=16), depth=depth, costs=SWAP)
@@ -367,6 +385,7 @@ LIVES = [
     random_verifications,
     random_restarts,
     random_faults,
+    random_lates,
     a_prompt_of_wrong_tokens,
     swap_in_beside_a_cancelled_writer,
     before_another_fork,

@@ -36,6 +36,7 @@ from streamer.core.speculation.speculator import Speculator
 from streamer.core.speculation.values import SpeculationSizes
 from streamer.kernels import ops
 from streamer.model import memory
+from tests.model.lates import Lates
 from tests.model.sync_engine import END, Injected, SyncEngine
 from tests.model.test_decoder import random_tokens
 from tests.model.test_parity import MIXED, RECOMPUTE, SWAP
@@ -523,3 +524,21 @@ def test_in_any_company(model: Model) -> None:
     assert len({*flow.company}) > 0.9 * NUM_NEIGHBOURHOODS
     assert sum(flow.engine.preemptions) > 20
     assert flow.engine.stats.prefix_hit_tokens > 100
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_with_masks_that_are_late(
+    model: Model, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At random, so that rows that were to draw, or to verify, sit out and come back."""
+    folder, settings, answers = model
+    lates = Lates(monkeypatch, seed=6)
+    oracle = Oracle(answers, 6)
+    engine = SyncEngine(
+        folder, speculation=oracle, depth=depth, costs=MIXED, **{**settings, **TIGHT}
+    )
+    for i in range(len(ASKS)):
+        add(engine, i, answers)
+    engine.run()
+    check(engine, answers, range(len(ASKS)))
+    assert lates.num > 40

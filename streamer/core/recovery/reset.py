@@ -68,6 +68,7 @@ def _reset(state: State) -> None:
     state.beams_due.clear()
     state.forced = {}
     state.unsettled = {}
+    state.late = {}
     state.last_tokens = {}
 
 

@@ -126,7 +126,7 @@ class Costs:
         cost = moving / (num_blocks * self._block_bytes)
         self._swap_s_per_byte = _mean(self._swap_s_per_byte, cost)
 
-    def facts(self, copies_done: int) -> Facts:
+    def facts(self, copies_done: int, late: tuple[int, ...] = ()) -> Facts:
         """The figures so far; before the first prefill, prefill_s is Facts' default."""
         prefill_s = Facts().prefill_s if self._prefill_s is None else self._prefill_s
         return Facts(
@@ -139,6 +139,7 @@ class Costs:
             swap_bytes_per_s=1 / self._swap_s_per_byte,
             swap_fixed_s=self._swap_fixed_s,
             swap_s=self._swap_s,
+            late=late,
         )
 
 

@@ -11,6 +11,7 @@ import time
 import msgspec
 import torch
 
+from streamer.constraints.filler import Agree
 from streamer.constraints.grammars import Grammars
 from streamer.core.plan import Facts, Plan, StepResult, TokenLogprob, check_moves
 from streamer.errors import InvariantViolated
@@ -78,10 +79,11 @@ class CpuRunner:
     @torch.inference_mode()
     def reset(self, launched: int) -> None:
         """See engine.core.Runner. New pools take memory where they are written."""
-        grammars = self._sampler.grammars
-        self._sampler.close()
+        before = self._sampler
+        before.close()
         self._rows, self._sampler = self._no_rows()
-        self._sampler.grammars = grammars
+        self._sampler.grammars = before.grammars
+        self._sampler.filler.agree = before.filler.agree
         self._pool = self._host_pool = torch.empty(0)
         self._drafter = None
         shape = self._sizes.pool_shape(self.model)
@@ -105,6 +107,10 @@ class CpuRunner:
     def constrain(self, grammars: Grammars) -> None:
         """See engine.core.Runner."""
         self._sampler.grammars = grammars
+
+    def agree(self, agree: Agree) -> None:
+        """How ranks agree on the rows whose masks are there in time; see MaskFiller."""
+        self._sampler.filler.agree = agree
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Done:
@@ -132,11 +138,13 @@ class CpuRunner:
             if inputs.num_tokens and not inputs.num_chunk_tokens:
                 self._decoding = began, inputs.num_tokens, verifies
         self._copies_done = plan.number
+        if not (plan.num_tokens or plan.num_samples or plan.leaves or plan.swap_in):
+            self._sampler.filler.wait_for_late()
         return Done(self._proposed(plan, result))
 
     def facts(self) -> Facts:
         """Measured costs; on the CPU the copies of every launched plan are done."""
-        return self._costs.facts(self._copies_done)
+        return self._costs.facts(self._copies_done, self._sampler.filler.late_rows())
 
     def await_copies(self, number: int) -> None:
         """See CudaRunner; those of every launched plan are done."""
@@ -166,7 +174,8 @@ class CpuRunner:
         self._drafter.extend(result)
         if not plan.drafts:
             return result
-        proposals = self._drafter.propose(plan.drafts)
+        drafts = [draft for draft in plan.drafts if draft[0] not in result.late]
+        proposals = self._drafter.propose(drafts)
         return msgspec.structs.replace(result, proposals=proposals)
 
     def _update_rows(self, plan: Plan) -> None:
@@ -201,7 +210,10 @@ class CpuRunner:
     def _draw(self, number: int, inputs: StepInputs) -> StepResult:
         if inputs.rows:
             self._sampler.prepare(inputs.rows, inputs.draw_at, inputs.runs)
+        began = time.perf_counter()
         logits, hidden = self._logits(inputs)
+        computed_s = time.perf_counter() - began
+        self._sampler.await_masks(computed_s, is_alone=inputs.is_all_drawing)
         scores: dict[int, tuple[TokenLogprob, ...]] = {}
         if logits is not None and inputs.scored is not None:
             scored, (logits, before) = inputs.scored, inputs.scored.split(logits)
@@ -212,7 +224,7 @@ class CpuRunner:
         if inputs.parents:
             logits = torch.cat([logits, logits[inputs.parents]])
         drawn = self._sampler.sample(logits, inputs.rows, inputs.draw_at, inputs.runs)
-        self._rows.drew(inputs, drawn.tokens)
+        self._rows.drew(inputs, drawn.tokens, drawn.late)
         return step_result(number, inputs, drawn, scores, hidden)
 
     def _logits(self, inputs: StepInputs) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from streamer.config import Config
+from streamer.constraints.filler import Agree
 from streamer.constraints.grammars import Grammars
 from streamer.core.plan import Facts, Plan, RowJoin, StepResult
 from streamer.core.sizes import MAX_SCORED, batched_tokens
@@ -106,7 +107,7 @@ class CudaRunner:
         self._swaps = Swaps(device, kernels, self._pool, host_pool, self._costs)
         self._launched = 0
         self._fresh: dict[int, int] = {}  # row -> logical block from which its table is to be sent
-        # Row that joined or verified, whose progress is to be sent -> its last token.
+        # Row that joined, verified or was late, whose progress is to be sent -> its last token.
         self._joined: dict[int, int] = {}
         self._chosen: tuple[int, ...] = ()  # the rows that the device decodes
         self._newest: CudaInFlight | None = None  # launched last
@@ -161,6 +162,10 @@ class CudaRunner:
         """See engine.core.Runner."""
         self._sampler.grammars = grammars
 
+    def agree(self, agree: Agree) -> None:
+        """See CpuRunner."""
+        self._sampler.filler.agree = agree
+
     @torch.inference_mode()
     def launch(self, plan: Plan) -> CudaInFlight:
         """Queue the plan."""
@@ -212,7 +217,8 @@ class CudaRunner:
 
     def facts(self) -> Facts:
         """Costs by the device's own clock, and which copies are done."""
-        return self._costs.facts(self._swaps.copies_done(self._launched))
+        late = self._sampler.filler.late_rows()
+        return self._costs.facts(self._swaps.copies_done(self._launched), late)
 
     def await_copies(self, number: int) -> None:
         """Wait for the copies of all plans up to `number`: another rank's are done, and the blocks
@@ -232,7 +238,8 @@ class CudaRunner:
     def _collect(self, flight: CudaInFlight) -> StepResult:
         plan, inputs = flight.plan, flight.inputs
         if not (plan.num_tokens or plan.num_samples):
-            self._swaps.wait()  # nothing else is under way: the core waits for a copy
+            self._swaps.wait()  # nothing else is under way: the core waits for a copy, or a mask
+            self._sampler.filler.wait_for_late()
         flight.done.wait()
         if inputs.scored is None:  # scoring's time is no prefill cost
             took_s = flight.done.since(flight.began)
@@ -251,18 +258,22 @@ class CudaRunner:
             return StepResult(plan.number, prompt_logprobs=scores)
         self._follow(flight)
         drawn = self._sampler.finish(flight.draw, inputs.rows, flight.result)
-        self._joined |= self._rows.drew(inputs, drawn.tokens)
+        self._joined |= self._rows.drew(inputs, drawn.tokens, drawn.late)
         return step_result(plan.number, inputs, drawn, scores, flight.hidden)
 
     # ------------------------------------------------------------ grammars
 
     def _masked(self, flight: CudaInFlight, draw: Draw) -> Draw:
         """The flight's draw, with the masks of its constrained rows: they need the tokens of the
-        flight before, and are filled while the device computes this one's logits."""
+        flight before, and are filled while the device computes this one's logits. A row that was
+        late in the flight before computes what does not exist: it is late again."""
         if draw.layout.constrained:
             if self._newest is not None:
                 self._follow(self._newest)
-            draw = flight.draw = self._sampler.mask(draw, flight.inputs.draw_at)
+            inputs, computed = flight.inputs, self._device.main.record()
+            draw = flight.draw = self._sampler.mask(
+                draw, inputs.draw_at, computed.is_done, is_alone=inputs.is_all_drawing
+            )
         return draw
 
     def _follow(self, flight: CudaInFlight) -> None:

@@ -8,6 +8,7 @@ runner/cuda.py. A steady decode step works on whole arrays, not row by row.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import msgspec
 import numpy as np
@@ -31,6 +32,7 @@ from streamer.model.sampling.runs import FAILED, Run
 
 Ints = npt.NDArray[np.int64]
 
+NO_ROWS: Mapping[int, int] = {}
 UNKNOWN = -1  # in place of a drawn token that the host has not received yet
 
 
@@ -71,6 +73,12 @@ class StepInputs(msgspec.Struct, frozen=True):
     def is_steady(self) -> bool:
         """Every row decodes: `rows` ascend."""
         return self.last is None and not self.parents and not self.hidden
+
+    @property
+    def is_all_drawing(self) -> bool:
+        """Whether every row that computes draws."""
+        drawing = len(set(self.rows)) - len(self.parents)
+        return self.last is None or drawing == len(self.computing)
 
     def hidden_of(self, states: torch.Tensor) -> torch.Tensor:
         """The hidden states [len(hidden), H] in fp32, out of those [S + P, H] of a step."""
@@ -319,9 +327,14 @@ class Rows:
         scored = Scored(tuple(rows), tuple(num_top), np.array(targets, np.int64))
         return scored, np.concatenate(where)
 
-    def drew(self, inputs: StepInputs, tokens: list[int]) -> dict[int, int]:
+    def drew(
+        self, inputs: StepInputs, tokens: list[int], late: Mapping[int, int] = NO_ROWS
+    ) -> dict[int, int]:
         """The step drew these tokens, parallel to inputs.rows (a failed row's is not used); the
-        newest token of each row that verified, where it did not leave meanwhile."""
+        newest token of each row that verified or was late, where it did not leave meanwhile.
+
+        late  row that drew nothing -> its newest token, to be computed again
+        """
         if not self._is_ahead:
             self._latest[inputs.at] = tokens
         settled = {}
@@ -334,6 +347,14 @@ class Rows:
             settled[row] = self._latest[row] = drawn[-1]
             self._known[row] = known = int(inputs.draw_at[run.first]) + len(drawn)
             self._computed[row] = known - 1
+        for row, newest in late.items():
+            if row not in self._joined:
+                continue
+            self._unsettled.pop(row, None)
+            self._latest[row] = settled[row] = newest
+            known = int(inputs.draw_at[inputs.rows.index(row)])
+            if known < self._known[row]:  # in a plan launched since, it was later still
+                self._known[row], self._computed[row] = known, known - 1
         return settled
 
     def _pack(
@@ -470,6 +491,7 @@ def step_result(
         prompt_logprobs,
         forced=drawn.forced,
         candidates={inputs.rows[i]: found for i, found in drawn.candidates.items()},
+        late=tuple(sorted(drawn.late)),
     )
 
 

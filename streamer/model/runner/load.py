@@ -107,12 +107,19 @@ def load_runner(
     sizes = _sizes(config, pools, where, kv_dtype)
     info = model_info(known, config, pools, known.block_bytes(config), where)
     if device is None:
-        return CpuRunner(ops.for_cpu(), model, sizes, draft), info
-    runner = CudaRunner(device, kernels, model, sizes)
-    runner.warm()
+        return _agreeing(CpuRunner(ops.for_cpu(), model, sizes, draft), group), info
+    on_gpu = CudaRunner(device, kernels, model, sizes)
+    on_gpu.warm()
     if model.is_recordable:
-        runner.record(peak, config.load_progress)
-    return runner, info
+        on_gpu.record(peak, config.load_progress)
+    return _agreeing(on_gpu, group), info
+
+
+def _agreeing(runner: CpuRunner | CudaRunner, group: Group | None) -> CpuRunner | CudaRunner:
+    """The runner, which knows the other ranks."""
+    if group is not None:
+        runner.agree(group.minima)
+    return runner
 
 
 def _sizes(

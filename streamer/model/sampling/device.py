@@ -8,7 +8,7 @@ formulas are sampling/host.py's. Called by runner/cuda.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from streamer.constraints.filler import LATE_S, MaskFiller
 from streamer.constraints.grammars import Grammars
-from streamer.constraints.masks import MaskFiller
 from streamer.core.plan import RowJoin
 from streamer.kernels import ops
 from streamer.kernels.philox import USE_SAMPLE
@@ -91,6 +91,7 @@ class Draw(NamedTuple):
     mask        indices into the flattened logits that become -inf
     masks       indices of rows with a grammar, and their words as in constraints.masks.Filled
     errors      index -> why it has no mask
+    late        indices among layout.constrained of those whose masks were not there in time
     penalties   indices of rows, their row slots, their settings [n, 1, 3]
     logprobs    indices of rows that asked for them
     runs        those of the step
@@ -110,6 +111,7 @@ class Draw(NamedTuple):
     counted: tuple[torch.Tensor, torch.Tensor] | None = None
     masks: tuple[torch.Tensor, torch.Tensor] | None = None
     errors: Mapping[int, str] = {}
+    late: Sequence[int] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -138,11 +140,12 @@ class DeviceSampler:
         self._settings = SamplingRows(max_rows, device.where)
         self._sample = sample
         self._counts = TokenCounts(vocab_size, device, max_rows)
-        self._filler = MaskFiller(vocab_size)
+        self.filler = MaskFiller(vocab_size)
         self.reset()
 
     def reset(self) -> None:
         """No row has joined."""
+        self.filler.reset()
         self._table = RowTable(self._max_rows, USE_SAMPLE)
         self._has_joined = False  # since the settings were sent
         self._uncounted: dict[int, History] = {}  # rows whose tokens the device has not counted
@@ -152,7 +155,7 @@ class DeviceSampler:
 
     def close(self) -> None:
         """End its thread."""
-        self._filler.close()
+        self.filler.close()
 
     def join(self, join: RowJoin) -> None:
         """The row slot holds this sequence now; `prepare` sends it to the device."""
@@ -166,6 +169,7 @@ class DeviceSampler:
         self._table.remove(row)
         self._uncounted.pop(row, None)
         self._run_tokens.pop(row, None)
+        self.filler.drop(row)
         self._draw = None
 
     def prepare(self, rows: tuple[int, ...], positions: Ints, runs: Sequence[Run] = ()) -> Draw:
@@ -186,19 +190,34 @@ class DeviceSampler:
         if below := draw.layout.below_floor(positions):
             mask = self._device.upload(draw.layout.masked(below, self._vocab_size))
             draw = draw._replace(mask=mask)
-        return self._with_runs(draw, rows, runs) if runs else draw
+        return self._with_runs(draw, runs) if runs else draw
 
-    def mask(self, draw: Draw, positions: Ints) -> Draw:
-        """The draw with the masks of its constrained rows, filled here, which takes a while."""
-        filled = self._filler.fill(draw.layout.wanted(positions, draw.runs))
-        upload = self._device.upload
-        masks = upload(np.array(draw.layout.constrained)), upload(filled.words)
-        return draw._replace(masks=masks, errors=draw.layout.at_rows(filled.errors))
+    def mask(
+        self, draw: Draw, positions: Ints, is_computed: Callable[[], bool], *, is_alone: bool
+    ) -> Draw:
+        """The draw with the masks of its constrained rows that are there in time.
+
+        is_computed  whether the device has computed what is drawn from: it waits for the masks
+                     from then on
+        is_alone     as in sampling/host.py, Sampler.await_masks
+        """
+        layout = draw.layout
+        begun = self.filler.begin(layout.wanted(positions, draw.runs))
+        while not begun.wait(LATE_S) and not is_computed():
+            pass
+        is_alone = is_alone and len(layout.constrained) == len(layout.states)
+        filled = begun.take(is_alone=is_alone)
+        masks = self._device.upload(np.array(layout.constrained)), self._device.upload(filled.words)
+        draw = draw._replace(masks=masks, errors=layout.at_rows(filled.errors), late=filled.late)
+        if filled.late and draw.counted is not None:
+            draw = draw._replace(counted=self._counted(draw))
+        return draw
 
     def follow(self, draw: Draw, count: int, result: torch.Tensor) -> None:
         """Constrained rows follow what was drawn, given as `finish` gets it."""
         tokens: list[int] = result[:count].long().tolist()
         cut(tokens, draw.runs)
+        draw.layout.late(draw.late, tokens)
         draw.layout.follow(tokens)
 
     def _send_counts(self) -> None:
@@ -233,20 +252,24 @@ class DeviceSampler:
             counted=counted,
         )
 
-    def _with_runs(self, draw: Draw, rows: tuple[int, ...], runs: Sequence[Run]) -> Draw:
+    def _with_runs(self, draw: Draw, runs: Sequence[Run]) -> Draw:
         draw = draw._replace(runs=runs)
         if draw.penalties is None:
             return draw
         before = {i: tokens for run in runs for i, tokens in run.before()}
         held = [i for i in draw.layout.edited if draw.layout.states[i].history is not None]
         more = [n * self._vocab_size + t for n, i in enumerate(held) for t in before.get(i, ())]
-        alone = [i for i in held if i not in before]
-        slots = [rows[i] for i in alone]
-        upload = self._device.upload
-        return draw._replace(
-            more=upload(np.array(more)) if more else None,
-            counted=(upload(np.array(alone)), upload(np.array(slots))) if alone else None,
-        )
+        more_there = self._device.upload(np.array(more)) if more else None
+        return draw._replace(more=more_there, counted=self._counted(draw))
+
+    def _counted(self, draw: Draw) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Draw.counted, without those of runs and of late rows."""
+        layout, upload = draw.layout, self._device.upload
+        others = {i for run in draw.runs for i in range(run.first, run.end)}
+        others.update(layout.constrained[n] for n in draw.late)
+        held = (i for i in layout.edited if layout.states[i].history is not None)
+        alone = np.array([i for i in held if i not in others], np.int64)
+        return (upload(alone), upload(layout.slots[alone])) if len(alone) else None
 
     # ------------------------------------------------------------ queued in the main stream
 
@@ -308,13 +331,15 @@ class DeviceSampler:
         tokens: list[int] = result[:count].long().tolist()
         if draw.runs:
             cut(tokens, draw.runs)
+        late = draw.layout.late(draw.late, tokens)
+        if draw.runs:
             self._count_runs(draw, rows, tokens)
         found = Scores({}, {})
         if asked:
             own, top = result[count : count + asked], result[count + asked :].view(2, asked, -1)
             ids: list[list[int]] = top[1].long().tolist()
             found = scores_by_index(draw.layout, tokens, own.tolist(), top[0].tolist(), ids)
-        return SampleOutput(tokens, *found, dict(draw.errors), {})
+        return SampleOutput(tokens, *found, dict(draw.errors), late=late)
 
     def _count_runs(self, draw: Draw, rows: tuple[int, ...], tokens: list[int]) -> None:
         """Count what was drawn by runs with penalties, of rows that still hold their sequence."""

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from streamer.constraints.filler import LATE_S, Begun, Filled, MaskFiller
 from streamer.constraints.grammars import Grammars
-from streamer.constraints.masks import Filled, MaskFiller
 from streamer.core.plan import Candidates, RowJoin, TokenLogprob
 from streamer.kernels import ops, reference
 from streamer.kernels.philox import USE_SAMPLE
@@ -36,6 +36,7 @@ class SampleOutput(msgspec.Struct, frozen=True):
     candidates  index into tokens -> as in StepResult
     errors    index into tokens -> why it failed, where that is not its logits
     forced    row -> the tokens that alone may come next
+    late      row -> its last token, where masks were not there in time: it drew nothing
     """
 
     tokens: list[int]
@@ -43,6 +44,7 @@ class SampleOutput(msgspec.Struct, frozen=True):
     candidates: dict[int, Candidates] = {}
     errors: dict[int, str] = {}
     forced: dict[int, tuple[int, ...]] = {}
+    late: dict[int, int] = {}
 
 
 class Step(NamedTuple):
@@ -94,12 +96,13 @@ class Sampler:
         self._version = 0  # of the table, when the layouts were made
         self._laid: Laid | None = None
         self._before: Laid | None = None
-        self._filler = MaskFiller(vocab_size)
-        self._begun: Callable[[], Filled] | None = None  # masks for the next `sample`
+        self.filler = MaskFiller(vocab_size)
+        self._begun: Begun | None = None  # masks for the next `sample`
+        self._masks: Filled | None = None  # the same, once they are there
 
     def close(self) -> None:
         """End its thread."""
-        self._filler.close()
+        self.filler.close()
 
     def sharing(self) -> Sampler:
         """Another sampler of the same rows, for `propose` with other lists of them."""
@@ -113,6 +116,7 @@ class Sampler:
 
     def leave(self, row: int) -> None:
         self._table.remove(row)
+        self.filler.drop(row)
 
     def prepare(
         self,
@@ -122,8 +126,22 @@ class Sampler:
     ) -> None:
         """Begin to fill the masks of the next `sample`, which has the same arguments."""
         layout = self._laid_for(rows).layout
+        self._masks = None
         if layout.constrained:
-            self._begun = self._filler.begin(layout.wanted(positions, runs))
+            self._begun = self.filler.begin(layout.wanted(positions, runs))
+
+    def await_masks(self, wait_s: float, *, is_alone: bool) -> None:
+        """Wait for the masks that `prepare` began; rows whose are not there in time draw nothing.
+
+        wait_s    that it may take, beside rows that need none
+        is_alone  nothing is computed but for the rows that draw
+        """
+        begun, self._begun = self._begun, None
+        if begun is not None and self._laid is not None:
+            layout = self._laid.layout
+            begun.wait(max(wait_s, LATE_S))
+            is_alone = is_alone and len(layout.constrained) == len(layout.states)
+            self._masks = begun.take(is_alone=is_alone)
 
     def sample(
         self,
@@ -142,14 +160,14 @@ class Sampler:
         layout = laid.layout
         raw = logits[layout.logprobs].float() if layout.logprobs else None
         before = {i: tokens for run in runs for i, tokens in run.before()}
-        masks = None
-        if layout.constrained:
-            begun, self._begun = self._begun, None
-            masks = begun() if begun else self._filler.fill(layout.wanted(positions, runs))
+        masks, self._masks = self._masks, None
+        if layout.constrained and masks is None:
+            masks = self.filler.fill(layout.wanted(positions, runs))
         tokens = self._tokens(logits, laid, Step(positions, before, masks))
         cut(tokens, runs)
-        errors = {}
+        errors, late = {}, {}
         if masks is not None:
+            late = layout.late(masks.late, tokens)
             layout.follow(tokens)
             errors = layout.at_rows(masks.errors)
         for i in layout.edited:
@@ -162,7 +180,7 @@ class Sampler:
             top = top_logprobs(raw, drawn, layout.num_top, self._kernels.top)
             found = scores_by_index(layout, tokens, *(t.tolist() for t in top))
         forced = layout.forced(tokens) if masks is not None else {}
-        return SampleOutput(tokens, *found, errors, forced)
+        return SampleOutput(tokens, *found, errors, forced, late)
 
     def propose(
         self,
@@ -176,7 +194,7 @@ class Sampler:
         laid = self._laid_for(rows)
         layout, masks = laid.layout, None
         if layout.constrained:
-            masks = self._filler.fill_last(layout.wanted_after(positions, before))
+            masks = self.filler.fill_last(layout.wanted_after(positions, before))
         step = Step(positions, dict(enumerate(before)), masks)
         return self._tokens(self._narrow(logits), laid, step)
 

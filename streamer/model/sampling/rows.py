@@ -7,18 +7,23 @@ sampling/host.py and sampling/device.py.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from streamer.constraints.filler import Wanted
 from streamer.constraints.grammars import Grammars
-from streamer.constraints.masks import Constraint, Wanted
+from streamer.constraints.masks import Constraint
 from streamer.core.beams.search import num_candidates
 from streamer.core.plan import RowJoin
 from streamer.errors import InvariantViolated
 from streamer.kernels.philox import seed_key
 from streamer.model.sampling.runs import CUT, Run
+
+MAX_FORCED_S: Final = 1e-3  # of a step, to look for what must come
 
 
 class History:
@@ -254,11 +259,26 @@ class Layout:
         """Row -> the tokens that alone may come after these, for rows that may be ahead of them."""
         last = {int(self.slots[i]): i for i in self.constrained if tokens[i] != CUT}
         found: dict[int, tuple[int, ...]] = {}
+        until = time.perf_counter() + MAX_FORCED_S
         for row, i in last.items():
+            if time.perf_counter() > until:
+                break
             state = self.states[i]
             if tokens[i] >= 0 and state.params.speculation and state.constraint is not None:
                 found[row] = state.constraint.forced
         return {row: forced for row, forced in found.items() if forced}
+
+    def late(self, late: Sequence[int], tokens: list[int]) -> dict[int, int]:
+        """Row -> its last token, for those without the masks at these indices among `constrained`;
+        what they drew is cut, in place."""
+        newest: dict[int, int] = {}
+        for n in late:
+            i = self.constrained[n]
+            constraint = self.states[i].constraint
+            if constraint is not None:
+                newest[int(self.slots[i])] = constraint.newest
+            tokens[i] = CUT
+        return newest
 
     def at_rows(self, errors: Mapping[int, str]) -> dict[int, str]:
         """Errors by index among `constrained`, by index among all rows instead."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from streamer.core.plan import accepted
 
 FAILED = -1  # in place of a token: its logits are not finite
-CUT = -2  # in place of a token: its run ended before
+CUT = -2  # in place of a token: its run ended before, or its mask was late
 
 
 class Run(NamedTuple):

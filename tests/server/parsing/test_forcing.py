@@ -15,9 +15,10 @@ from typing import Any
 import jsonschema
 import pytest
 
+from streamer.constraints.filler import MaskFiller, Wanted
 from streamer.constraints.grammars import Grammars, Vocabulary
 from streamer.constraints.lark import Marks
-from streamer.constraints.masks import Constraint, MaskFiller, Wanted
+from streamer.constraints.masks import Constraint
 from streamer.core.plan import RowJoin
 from streamer.core.sampling import Grammar, SamplingParams
 from streamer.errors import InvalidRequest
