@@ -83,6 +83,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
                   search begins anew, and reports no token that the first choice has here
     num_scored    prompt tokens whose log probabilities were reported there
     reasoning     what may stand before the answer's own text; None: nothing
+    is_probe      it runs alone, before all others: a step that fails shows that none succeeds
     """
 
     request_id: str
@@ -100,6 +101,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     outputs: tuple[Drawn, ...] = ()
     num_scored: int = 0
     reasoning: Reasoning | None = None
+    is_probe: bool = False
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

@@ -26,7 +26,7 @@ from streamer.core.plan import (
     StepStats,
 )
 from streamer.core.preemption import choose_victim, preempt, would_swap
-from streamer.core.recovery.reset import go_on, recover
+from streamer.core.recovery.reset import cancelled, go_on, recover
 from streamer.core.recovery.trials import Fault, Verdict
 from streamer.core.request import Request, Sequence, Status
 from streamer.core.results import apply_result, end_if_due
@@ -66,6 +66,7 @@ class Scheduler:
             return
         match command:
             case Cancel():
+                cancelled(self.state, request)
                 self.state.finish_all(request, FinishReason.CANCELLED)
             case Pause() if not request.is_held:
                 self.state.hold(request)
@@ -87,6 +88,8 @@ class Scheduler:
             if all(drawn.finish is not None for drawn in add.outputs):
                 raise InvalidRequest(f"request {add.request_id} has ended", param="outputs")
         request = self.state.open(add, max_tokens)
+        if add.is_probe:
+            self.state.trials.probe(request)
         for seq in request.live() if add.outputs else ():
             if seq.num_output:  # the engine before this one may have been lost before its end
                 end_if_due(self.state, seq, seq.tokens[-1])
@@ -136,6 +139,11 @@ class Scheduler:
         Every request is computed again from its known tokens. The next plan's number goes on.
         """
         return recover(self.state, fault)
+
+    @property
+    def suspect_escaped(self) -> bool:
+        """Whether one that may be at fault for the last failed step can't be tried for it."""
+        return self.state.trials.has_escaped
 
     def snapshot(self, query: ViewQuery) -> SchedulerView:
         """The view for this query; steps are recorded from here on if it requests some."""

@@ -215,10 +215,11 @@ class Rebuilds:
     """How often steps failed lately, and whether that is too often to go on.
 
     Faults that are explained do not count: what a trial's halves come to, a lack of memory that
-    smaller steps mend, and all before a request was found to be at fault, once another's step has
-    succeeded. A runner that carries out nothing is the fault of no request.
+    smaller steps mend, and all before a request was found to be at fault, or may have been and
+    can't be tried, once a step without it has succeeded. A runner that carries out nothing is the
+    fault of no request.
 
-    is_unproven  a request was found to be at fault, and no step has succeeded since the first fault
+    is_unproven  a request may be at fault, and no step has succeeded since the first one failed
     """
 
     def __init__(self) -> None:
@@ -235,16 +236,20 @@ class Rebuilds:
         if self._is_blamed:
             self._times, self._is_blamed = [], False
 
-    def is_too_often(self, verdict: Verdict, now: float) -> bool:
-        """Count this fault; whether there are more than MAX_REBUILDS within REBUILDS_S."""
-        if verdict is Verdict.RETRIED:
-            self._has_worked = False
-        elif verdict is Verdict.BLAMED:
+    def is_too_often(self, verdict: Verdict, now: float, *, has_escaped: bool = False) -> bool:
+        """Count this fault; whether there are more than MAX_REBUILDS within REBUILDS_S.
+
+        has_escaped  one that may be at fault for the fault before could not be tried
+        """
+        if verdict not in (Verdict.RETRIED, Verdict.BLAMED):
+            return False
+        if verdict is Verdict.BLAMED or has_escaped:
             self._is_blamed = True
             if self._has_worked:
                 self._times = []
-                return False
-        else:
+        if verdict is Verdict.RETRIED:
+            self._has_worked = False
+        elif self._has_worked:
             return False
         self._times = [time for time in self._times if time > now - REBUILDS_S] + [now]
         return len(self._times) > MAX_REBUILDS
@@ -278,10 +283,11 @@ class EngineCore:
     def _rebuild(self, failed: StepFailed) -> None:
         """Reset scheduler and runner, or raise what failed if that was too often or can't be."""
         plan, error = failed.plan, failed.__cause__ or failed
+        has_escaped = self._scheduler.suspect_escaped
         verdict = self._scheduler.reset(Fault(plan.num_tokens, isinstance(error, MemoryError)))
         launched = max([plan.number, *(other.number for other, _ in self._launched)])
         self._launched.clear()
-        if self._rebuilds.is_too_often(verdict, time.monotonic()):
+        if self._rebuilds.is_too_often(verdict, time.monotonic(), has_escaped=has_escaped):
             raise error
         try:
             self._runner.reset(launched)
@@ -294,9 +300,9 @@ class EngineCore:
             verdict.value,
             exc_info=error,
         )
-        if self._rebuilds.is_unproven:  # it may have been the only one: does the runner work?
+        if self._rebuilds.is_unproven:  # they may all be at fault: does the runner work?
             params = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
-            probe = Add(f"probe-{launched}", (0,), params)  # a request without a stream
+            probe = Add(f"probe-{launched}", (0,), params, is_probe=True)  # it has no stream
             self._scheduler.command(probe)
 
     def _step(self) -> StepOutput | None:

@@ -42,6 +42,7 @@ from streamer.errors import StreamerError
 __all__ = ["AsyncEngine", "Delta", "GenerateRequest", "Timing", "TokenStream"]
 
 CANCEL_S = 2.0  # a step under way ends in less, or hangs
+EXPIRE_S = 10.0
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class AsyncEngine(Engine):
         self._load_error: BaseException | None = None
         self._first_stats = StepStats()  # filled on the GPU thread by _build, with what `_use` sets
         self._restoring: asyncio.Task[None] | None = None
+        self._expiring: asyncio.Task[None] | None = None
 
     @classmethod
     def from_config(cls, config: Config) -> AsyncEngine:
@@ -251,6 +253,14 @@ class AsyncEngine(Engine):
         """Take requests from here on."""
         self._state = "ready"
         self._is_started.set()
+        if self.journal is not None:
+            self._expiring = asyncio.create_task(self._expire())
+
+    async def _expire(self) -> None:
+        """What is retained is on disk, too: it goes when it is too old, also if nothing comes."""
+        while True:
+            await asyncio.sleep(EXPIRE_S)
+            self._streams.expire()
 
     def on_output(self, output: StepOutput, sent: float) -> None:
         """Distribute a step's output to the streams; then permit the step after next."""
@@ -289,3 +299,5 @@ class AsyncEngine(Engine):
     def _close(self, cause: BaseException | None) -> None:
         super()._close(cause)
         self._is_started.set()
+        if self._expiring is not None:
+            self._expiring.cancel()

@@ -129,7 +129,7 @@ class Registry:
     @property
     def num_retained(self) -> int:
         """Finished streams still here."""
-        self._retained.expire(time.monotonic())
+        self.expire()
         return len(self._retained)
 
     @property
@@ -145,9 +145,13 @@ class Registry:
         """A stream, live or retained."""
         stream = self._live.get(request_id)
         if stream is None:
-            self._retained.expire(time.monotonic())
+            self.expire()
             stream = self._retained.get(request_id)
         return stream
+
+    def expire(self) -> None:
+        """Retain no longer what is too old."""
+        self._retained.expire(time.monotonic())
 
     def is_taken(self, request_id: str) -> bool:
         """Whether a request has this id, or finishes of one that had it are still to come."""

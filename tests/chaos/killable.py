@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-START_S = 60.0
+START_S = 120.0
 
 
 def free_port() -> int:

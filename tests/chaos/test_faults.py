@@ -16,6 +16,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -170,6 +171,7 @@ def vanish(port: int, chance: random.Random) -> None:
 
 async def test_clients_that_vanish_leave_nothing(process: Killable) -> None:
     """Sockets, requests and blocks are as before; a stream beside them lost nothing."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(AT_ONCE))
     wait_for(lambda: is_idle(process), "the server is not idle")
     before = num_open(process)
     seeds = iter(range(NUM_VANISHING))

@@ -1,55 +1,118 @@
 """No connection leaves the machine that was not asked for: a server from its start to its end.
 
-Python's audit hook sees every address that is looked up, connected, bound or sent to.
+A library before libc sees every address that is looked up, bound, connected or sent to, also by
+native code, and refuses all but this machine's.
 """
 
 from __future__ import annotations
 
+import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import httpx
+import pytest
 
+from streamer.kernels.cpu.library import _compiler
 from tests.chaos.killable import ROOT, free_port
 
-PROGRAM = """
-import sys
+SOURCE = r"""
+#include <arpa/inet.h>
+#include <dlfcn.h>
+#include <errno.h>
+#include <netdb.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/socket.h>
 
-def seen(event, args):
-    if event.startswith("socket.") and event not in ("socket.__new__", "socket.gethostname"):
-        about = args[:2] if event == "socket.getaddrinfo" else args[1:]
-        print("SEEN", event, repr(about), flush=True)
+#ifndef RTLD_NEXT
+#define RTLD_NEXT ((void *)-1L)
+#endif
 
-sys.addaudithook(seen)
-from streamer.cli import main
-sys.exit(main({command!r}))
+static int is_refused(const char *what, const char *name) {
+    const char *ours[] = {"127.", "::1", "::ffff:127.", "localhost", "unix", "0.0.0.0", "none"};
+    int found = 0;
+    for (size_t i = 0; i < sizeof ours / sizeof *ours; i++)
+        found |= !strncmp(name, ours[i], strlen(ours[i]));
+    dprintf(2, "SEEN %s %s %s\n", found ? "ours" : "STRANGER", what, name);
+    errno = ENETUNREACH;
+    return !found;
+}
+
+static int is_stranger(const char *what, const struct sockaddr *to) {
+    char name[INET6_ADDRSTRLEN] = "unix";
+    if (to && to->sa_family == AF_INET)
+        inet_ntop(AF_INET, &((struct sockaddr_in *)to)->sin_addr, name, sizeof name);
+    if (to && to->sa_family == AF_INET6)
+        inet_ntop(AF_INET6, &((struct sockaddr_in6 *)to)->sin6_addr, name, sizeof name);
+    return is_refused(what, name);
+}
+
+#define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
+
+int connect(int fd, const struct sockaddr *to, socklen_t size) {
+    return is_stranger("connect", to) ? -1 : REAL(connect)(fd, to, size);
+}
+int bind(int fd, const struct sockaddr *to, socklen_t size) {
+    return is_stranger("bind", to) ? -1 : REAL(bind)(fd, to, size);
+}
+ssize_t sendto(int fd, const void *data, size_t n, int flags, const struct sockaddr *to,
+               socklen_t size) {
+    return to && is_stranger("sendto", to) ? -1 : REAL(sendto)(fd, data, n, flags, to, size);
+}
+ssize_t sendmsg(int fd, const struct msghdr *message, int flags) {
+    return message->msg_name && is_stranger("sendmsg", message->msg_name)
+        ? -1 : REAL(sendmsg)(fd, message, flags);
+}
+int getaddrinfo(const char *node, const char *service, const struct addrinfo *hints,
+                struct addrinfo **found) {
+    return is_refused("getaddrinfo", node ? node : "none")
+        ? EAI_FAIL : REAL(getaddrinfo)(node, service, hints, found);
+}
 """
-LOCAL = ("127.0.0.1", "'::1'", "'localhost'", "/", "(None,")
+# Of Python's own sockets, of native code's, and of a name that is looked up.
+STRANGERS = """
+import contextlib, ctypes, socket
+with contextlib.suppress(OSError):
+    socket.socket().connect(("192.0.2.1", 80))
+with contextlib.suppress(OSError):
+    socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", ("192.0.2.2", 53))
+with contextlib.suppress(OSError):
+    socket.getaddrinfo("example.invalid", 80)
+address = socket.AF_INET.to_bytes(2, "little") + bytes((0, 80, 192, 0, 2, 3)) + bytes(8)
+libc = ctypes.CDLL(None)
+assert libc.connect(libc.socket(2, 1, 0), address, 16) == -1
+"""
 
 
-def strangers(output: str) -> list[str]:
-    """The audited events whose address is not this machine's."""
-    lines = [line for line in output.splitlines() if line.startswith("SEEN")]
-    assert lines, "nothing was audited"
-    return [line for line in lines if not any(name in line for name in LOCAL)]
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment in which every address is seen."""
+    folder = tmp_path_factory.mktemp("network")
+    (folder / "seen.c").write_text(SOURCE)
+    command = [*_compiler(), *shlex.split("-shared -fPIC -O1 seen.c -o seen.so -ldl")]
+    subprocess.run(command, cwd=folder, check=True)
+    return {**os.environ, "LD_PRELOAD": str(folder / "seen.so")}
 
 
-def run(folder: Path) -> str:
-    """What a server printed that answered a request of each face and was stopped."""
+def seen(output: str, whose: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith(f"SEEN {whose}")]
+
+
+def test_a_server_speaks_to_its_clients_alone(tmp_path: Path, watched: dict[str, str]) -> None:
     port = free_port()
     command = ["serve", "--port", str(port), "--no-load-progress", "--dtype", "float32"]
-    command += ["--num-gpu-blocks-override", "64", "--journal", str(folder / "journal")]
-    program = PROGRAM.format(command=command)
-    url = f"http://127.0.0.1:{port}"
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-c", program], stdout=log, stderr=log, cwd=ROOT
-        )
+    command += ["--num-gpu-blocks-override", "64", "--journal", str(tmp_path / "journal")]
+    command = [sys.executable, "-m", "streamer", *command]
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, cwd=ROOT, env=watched)
     try:
-        with httpx.Client(base_url=url, timeout=20.0) as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20.0) as client:
             while True:
-                assert process.poll() is None, (folder / "log").read_text()[-2000:]
+                assert process.poll() is None, log.read_text()[-2000:]
                 try:
                     if client.get("/ready").status_code == 200:
                         break
@@ -64,16 +127,12 @@ def run(folder: Path) -> str:
     finally:
         process.terminate()
         assert process.wait(30.0) == 0
-    return (folder / "log").read_text()
+    assert seen(log.read_text(), "ours bind")
+    assert seen(log.read_text(), "STRANGER") == []
 
 
-def test_a_server_speaks_to_its_clients_alone(tmp_path: Path) -> None:
-    assert strangers(run(tmp_path)) == []
-
-
-def test_the_hook_sees_a_stranger() -> None:
-    program = PROGRAM.partition("from streamer")[0]
-    program += "import socket\ntry:\n socket.getaddrinfo('example.invalid', 80)\n"
-    program += "except OSError:\n pass\n"
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert len(strangers(found.stdout)) == 1
+def test_strangers_are_seen_and_refused(watched: dict[str, str]) -> None:
+    command = [sys.executable, "-c", STRANGERS]
+    done = subprocess.run(command, env=watched, stderr=subprocess.PIPE, text=True, check=True)
+    names = [line.rpartition(" ")[2] for line in seen(done.stderr, "STRANGER")]
+    assert names == ["192.0.2.1", "192.0.2.2", "example.invalid", "192.0.2.3"]

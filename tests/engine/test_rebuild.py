@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from streamer.core.plan import NoticeKind, Plan, StepResult
+from streamer.core.plan import Cancel, NoticeKind, Plan, StepResult
 from streamer.core.recovery.trials import Verdict
 from streamer.engine.core import MAX_REBUILDS, REBUILDS_S, InFlight, Rebuilds
 from streamer.engine.engine import AsyncEngine
@@ -174,8 +174,8 @@ async def test_a_runner_that_carries_out_nothing_is_the_engines_end() -> None:
     async with engine:
         found = await answers([engine.submit(request(9)) for _ in range(8)])
         assert {type(each) for each in found} <= {EngineDead, RequestFailed}
-        # one that came alone before the others may have been taken to be at fault
-        assert [type(each) for each in found].count(EngineDead) >= 6
+        # one alone may have been taken to be at fault, before the probe failed as well
+        assert [type(each) for each in found].count(EngineDead) >= 7
         assert isinstance(engine.death, EngineDead)
         assert str(engine.death.__cause__) == "nothing works"
     assert runners[0].num_faults < 20
@@ -212,6 +212,34 @@ async def test_poisoned_requests_on_an_idle_server_fail_one_by_one(
         (text,) = await answers([engine.submit(request(9))])
         assert isinstance(text, str)
         assert engine.stats.rebuilds == 12
+        at_once = [request(9, request_id=f"bad at once {i}") for i in range(9)]
+        found = await answers([engine.submit(each) for each in at_once])
+        assert [type(each) for each in found] == [RequestFailed] * 9
+        await assert_all_back(engine)
+
+
+@WAYS
+@pytest.mark.parametrize("is_alone", [True, False])
+async def test_clients_that_leave_before_the_next_try_do_not_end_the_engine(
+    depth: int, is_late: bool, is_alone: bool
+) -> None:
+    """What they asked for may be at fault, and is not there to be tried alone."""
+
+    def fails(plan: Plan, names: set[str]) -> Exception | None:
+        bad = [name for name in names if name.startswith("bad")]
+        for name in bad:
+            assert engine._thread is not None
+            engine._thread._inbox.put(Cancel(name))
+        return ValueError("odd") if bad else None
+
+    engine, runners = faulty_engine(fails, depth=depth, is_late=is_late)
+    async with engine:
+        for i in range(3 * MAX_REBUILDS):
+            streams = [engine.submit(request(9, request_id=f"bad{i}"))]
+            streams += [] if is_alone else [engine.submit(request(30))]
+            assert all(isinstance(text, str) for text in await answers(streams))
+        await assert_all_back(engine)
+    assert runners[0].num_faults >= 3 * MAX_REBUILDS
 
 
 async def test_without_a_step_that_works_the_probe_ends_the_engine() -> None:
@@ -240,3 +268,10 @@ def test_faults_count_within_a_minute_unless_they_are_explained() -> None:
         assert not rebuilds.is_too_often(Verdict.RETRIED, 0.0)
         assert not rebuilds.is_too_often(Verdict.BLAMED, 0.0)
         rebuilds.worked()
+    for _ in range(20):  # and such as were cancelled before they could be tried
+        assert not rebuilds.is_too_often(Verdict.RETRIED, 0.0, has_escaped=True)
+        assert rebuilds.is_unproven
+        rebuilds.worked()
+    rebuilds = Rebuilds()  # but not where nothing works
+    found = [rebuilds.is_too_often(Verdict.RETRIED, 0.0, has_escaped=True) for _ in range(4)]
+    assert found == [False] * 3 + [True]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import pwd
 import subprocess
@@ -170,14 +169,20 @@ def test_a_user_without_a_home_has_no_cache_folder(monkeypatch: pytest.MonkeyPat
     assert library._cache_folder() is None
 
 
-def test_a_full_disk_leaves_torch_to_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(**_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+def test_a_full_disk_leaves_torch_to_serve(tmp_path: Path) -> None:
+    """No file may grow: neither in the cache folder nor in one for the time of the start."""
+    full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))" + WHICH
+    for folder in (tmp_path, Path("/dev/null")):
+        done = run(["-c", full], XDG_CACHE_HOME=str(folder), TMPDIR=str(tmp_path))
+        assert done.stdout.startswith("reference "), done.stdout + done.stderr
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(library.tempfile, "TemporaryDirectory", full)
-    with pytest.raises(library.Unavailable, match="No space left"):
-        library.load()
+
+@pytest.mark.skipif(not Path("/sys/kernel").is_dir(), reason="no /sys here")
+def test_where_nothing_may_be_written_the_library_is_compiled_at_each_start(tmp_path: Path) -> None:
+    done = run(["-c", WHICH], CFLAGS="-O0", XDG_CACHE_HOME="/sys/kernel", TMPDIR=str(tmp_path))
+    assert done.stdout.startswith("native "), done.stdout + done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_this_machine_has_the_native_kernels() -> None:

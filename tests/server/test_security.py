@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import socket
+import time
 import tracemalloc
 from typing import Any
 
@@ -314,14 +315,33 @@ def test_the_blocks_of_one_key_are_not_found_by_another(
     assert _cached_by_socket(server, "first-key") > 100
 
 
-def test_without_its_salt_the_count_would_show_another_keys_prompt(
-    server_with: Any, monkeypatch: pytest.MonkeyPatch
+def _seconds(client: httpx.Client, key: str, *start: int) -> float:
+    """How long a prompt of 901 tokens takes to its first one."""
+    body = {"prompt": [*start, *range(10, 911 - len(start))], "max_tokens": 1}
+    headers = {"authorization": f"Bearer {key}"}
+    began = time.perf_counter()
+    client.post("/v1/completions", json=body, headers=headers).raise_for_status()
+    return time.perf_counter() - began
+
+
+@pytest.mark.parametrize("is_salted", [True, False])
+def test_neither_time_nor_count_shows_a_prompt_of_another_key(
+    server_with: Any, monkeypatch: pytest.MonkeyPatch, is_salted: bool
 ) -> None:
-    """The blocks found are what the time to the first token depends on."""
-    monkeypatch.setattr(Prepared, "salt", "")
-    server = server_with(api_key=("first-key", "second-key"))
+    """Without the salt both would: the shortest of five takes a fifth."""
+    if not is_salted:
+        monkeypatch.setattr(Prepared, "salt", "")
+    settings = {**BUNDLED, "num_gpu_blocks_override": 1024}
+    server = server_with(**settings, api_key=("first-key", "second-key"))
     assert _cached(server, "first-key") == 0
-    assert _cached(server, "second-key") > 100
+    assert (_cached(server, "second-key") == 0) is is_salted
+    sent, others = [], []
+    with httpx.Client(base_url=server.url, timeout=20.0) as client:
+        for i in range(5):
+            _seconds(client, "first-key", 5, i)
+            sent.append(_seconds(client, "second-key", 5, i))
+            others.append(_seconds(client, "second-key", 6, i))
+    assert (min(sent) > 0.6 * min(others)) is is_salted, (sent, others)
 
 
 def test_a_socket_finds_nothing_of_another_key(server_with: Any) -> None:

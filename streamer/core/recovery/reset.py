@@ -21,6 +21,7 @@ _SWAPPED: Final = frozenset((Status.SWAPPED, Status.SWAPPING_OUT))  # their read
 
 def recover(state: State, fault: Fault) -> Verdict:
     """Forget all plans without a result, and decide what runs next."""
+    collected = state.collected
     suspects = [r for r in state.requests.by_id.values() if _may_be_at_fault(r)]
     marks = {s: s.num_computed + PROOF for r in suspects for s in r.live()}
     _reset(state)
@@ -29,7 +30,7 @@ def recover(state: State, fault: Fault) -> Verdict:
     if fault.is_memory and trials.shrink(fault.num_tokens):
         return Verdict.SHRUNK
     if not trials.members:
-        trials.begin(suspects, marks)
+        trials.begin(suspects, marks, collected)
         return Verdict.RETRIED
     at_fault = trials.judge(suspects)
     if at_fault is None:
@@ -82,6 +83,12 @@ def _lose(seq: Sequence) -> None:
     seq.provisional, seq.is_forced = (), False
 
 
+def cancelled(state: State, request: Request) -> None:
+    """A request is about to be cancelled: a step that fails may be its fault, and will not be
+    found to be."""
+    state.trials.cancelled(request, state.launched if _may_be_at_fault(request) else 0)
+
+
 def go_on(state: State) -> None:
     """Before a plan: end a trial that is passed, and let no request run that is not on trial.
 
@@ -89,7 +96,7 @@ def go_on(state: State) -> None:
     """
     trials = state.trials
     while trials.members and trials.is_passed:
-        trials.next()
+        trials.passed()
     if trials.members:
         for request in [r for r in state.requests.running if r not in trials.members]:
             state.pause(request)

@@ -46,11 +46,15 @@ class Trials:
 
     members     the requests on trial; empty: there is none
     max_tokens  tokens that a step may compute, and rows that requests may have beside others
+    has_escaped  a suspect of the last fault was cancelled or paused before it was cleared: it may
+                 have been at fault
     """
 
     def __init__(self, max_tokens: int) -> None:
         self.members: frozenset[Request] = frozenset()
         self.max_tokens = max_tokens
+        self.has_escaped = False
+        self._cancelled_until = 0  # the last plan that a cancelled request may have been in
         self._most = max_tokens
         self._groups: list[list[Request]] = []
         self._marks: dict[Sequence, int] = {}
@@ -59,8 +63,9 @@ class Trials:
 
     # ------------------------------------------------------------ suspects
 
-    def begin(self, suspects: list[Request], marks: dict[Sequence, int]) -> None:
-        """Try these requests, up to these numbers of computed tokens."""
+    def begin(self, suspects: list[Request], marks: dict[Sequence, int], collected: int) -> None:
+        """A plan after `collected` failed: try these, up to these numbers of computed tokens."""
+        self.has_escaped = self._cancelled_until > collected
         self._groups, self._marks = [suspects], marks
         self.next()
 
@@ -75,6 +80,22 @@ class Trials:
         self._groups += [others]
         self.next()
         return at_fault
+
+    def probe(self, request: Request) -> None:
+        """Try this request before all others."""
+        self._groups.append([*self.members])
+        self.members = frozenset((request,))
+        self._marks |= {s: len(s.tokens) for s in request.live()}
+
+    def cancelled(self, request: Request, last: int) -> None:
+        """A request will not be tried any more, which may have been in plans up to `last`."""
+        self._cancelled_until = max(self._cancelled_until, last)
+        self.has_escaped |= request in self.members or any(request in g for g in self._groups)
+
+    def passed(self) -> None:
+        """The members ran without a fault, or are paused by their readers."""
+        self.has_escaped |= not all(map(self._is_cleared, self.members))
+        self.next()
 
     def next(self) -> None:
         """Try the largest group that is left, or end."""
@@ -93,10 +114,10 @@ class Trials:
     @property
     def is_passed(self) -> bool:
         """Whether every member came beyond its mark, or ended, or is paused by its reader."""
-        return all(
-            r.is_held or all(s.num_computed >= self._marks.get(s, 0) for s in r.live())
-            for r in self.members
-        )
+        return all(r.is_held or self._is_cleared(r) for r in self.members)
+
+    def _is_cleared(self, request: Request) -> bool:
+        return all(s.num_computed >= self._marks.get(s, 0) for s in request.live())
 
     # ------------------------------------------------------------ memory
 

@@ -1,9 +1,9 @@
 """Records: what the journal has of a request, and the bytes of it.
 
-Accepted is written once, when a request is taken; a Step holds what one step drew, of all requests;
-a Part what one request drew in several steps, which are dropped then. A Tail puts them together
-again. Every record is checksummed: what was altered on disk counts as not there, and a token that
-is not there is drawn again, the same. Values alone: store.py has the file.
+Accepted is written once, when a request is taken; a Step holds what was drawn since the last one,
+of all requests; a Part what one request drew in several of them, which are dropped then. A Tail
+puts them together again. Every record is checksummed: what was altered on disk counts as not there,
+and a token that is not there is drawn again, the same. Values alone: store.py has the file.
 """
 
 from __future__ import annotations
@@ -41,17 +41,18 @@ class Ended(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Step(msgspec.Struct, array_like=True):
-    """What a step drew, as parallel arrays: token i is number indexes[i] of its choice.
+    """What was drawn in one transaction, as parallel arrays: run i is of choices[i], from its token
+    number starts[i] on.
 
-    logprobs  index into the arrays -> TokenLogprob
+    logprobs  index into the arrays -> those of the run, by the token's number
     began     the first RUNNING notice of requests
     """
 
     request_ids: list[str]
     choices: list[int]
-    indexes: list[int]
-    tokens: list[int]
-    logprobs: dict[int, TokenLogprob]
+    starts: list[int]
+    tokens: list[list[int]]
+    logprobs: dict[int, dict[int, TokenLogprob]]
     prompt_logprobs: dict[str, tuple[TokenLogprob, ...]]
     finishes: list[Finish]
     began: list[Notice]
@@ -75,6 +76,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 class Tail:
     """What one request drew since its last Part; all of it, while a journal is read.
 
+    num_written  of the tokens of each choice here, those that a Step has
     finishes  by choice
     covered   the number of its last Part: earlier steps are in it
     is_broken  something between is missing: what comes after it is left out
@@ -87,6 +89,7 @@ class Tail:
         "finishes",
         "is_broken",
         "logprobs",
+        "num_written",
         "prompt_logprobs",
         "starts",
         "tokens",
@@ -100,6 +103,7 @@ class Tail:
         """Forget everything; the next token of each choice is number `starts`."""
         self.starts = starts
         self.tokens: list[list[int]] = [[] for _ in starts]
+        self.num_written = [0] * len(starts)
         self.logprobs: list[dict[int, TokenLogprob]] = [{} for _ in starts]
         self.prompt_logprobs: list[TokenLogprob] = []
         self.finishes: dict[int, Finish] = {}
@@ -117,14 +121,12 @@ class Tail:
         """Of all choices, those of earlier parts included."""
         return sum(self.starts) + sum(map(len, self.tokens))
 
-    def push(self, choice: int, token: int, logprob: TokenLogprob | None) -> int:
-        """One more token; returns its number in its choice."""
+    def push(self, choice: int, token: int, logprob: TokenLogprob | None) -> None:
+        """One more token."""
         tokens = self.tokens[choice]
-        index = self.starts[choice] + len(tokens)
-        tokens.append(token)
         if logprob is not None:
-            self.logprobs[choice][index] = logprob
-        return index
+            self.logprobs[choice][self.starts[choice] + len(tokens)] = logprob
+        tokens.append(token)
 
     def take(self, request_id: str, progress: Progress) -> None:
         """All that was drawn elsewhere."""
@@ -141,6 +143,23 @@ class Tail:
             cached_tokens=progress.cached_tokens,
             shared_tokens=progress.shared_tokens,
         )
+
+    def add_to(self, step: Step, request_id: str) -> None:
+        """Add what no Step has yet."""
+        for choice, tokens in enumerate(self.tokens):
+            begin = self.num_written[choice]
+            if begin == len(tokens):
+                continue
+            start, found = self.starts[choice] + begin, self.logprobs[choice]
+            run = tokens[begin:]
+            if found:
+                numbers = range(start, start + len(run))
+                step.logprobs[len(step.tokens)] = {i: found[i] for i in numbers if i in found}
+            step.request_ids.append(request_id)
+            step.choices.append(choice)
+            step.starts.append(start)
+            step.tokens.append(run)
+            self.num_written[choice] = len(tokens)
 
     def part(self, ended: Ended | None = None) -> Part:
         """All of it as a Part."""
@@ -192,7 +211,9 @@ def add_step(tails: dict[str, Tail], step: Step, number: int) -> None:
 
     for i, request_id in enumerate(step.request_ids):
         if (each := find(request_id)) is not None:
-            each.put(step.choices[i], step.indexes[i], step.tokens[i], step.logprobs.get(i))
+            logprobs = step.logprobs.get(i, {})
+            for index, token in enumerate(step.tokens[i], step.starts[i]):
+                each.put(step.choices[i], index, token, logprobs.get(index))
     for request_id, found in step.prompt_logprobs.items():
         if (each := find(request_id)) is not None:
             each.prompt_logprobs += found

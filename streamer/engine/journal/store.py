@@ -34,7 +34,7 @@ from streamer.errors import ConfigError, JournalInUse
 
 FILE: Final = "journal.sqlite"
 BESIDE: Final = ("-wal", "-shm", "-journal")  # files that SQLite has beside it
-VERSION: Final = 1
+VERSION: Final = 2
 APPLICATION: Final = 0x5374726D  # "Strm"
 WAL_BYTES: Final = 16 << 20  # what the log keeps of its size when it is written back
 SCHEMA: Final = (  # a file with anything else in it, such as a trigger, is none of ours

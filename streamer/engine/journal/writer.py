@@ -14,7 +14,7 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -31,17 +31,18 @@ from streamer.engine.stream import TokenStream
 # Records of steps that are kept as they came; then their tokens are moved to their requests. More
 # makes the file larger, fewer write to each request more often.
 MAX_STEPS: Final = 512
-# Steps of so long go in one commit, unless something waits for it: a commit a step (0.3 ms) cost 4%
-# of the tokens of 32 streams (42 M parameters, 2 cores of an EPYC Zen 5, 2026-11-22).
-GATHER_S: Final = 0.02
+# What is drawn in so long goes in one commit, unless something waits for it, and is drawn again
+# after a crash: a commit a step (0.3 ms) cost 4% of the tokens of 32 streams (42 M parameters, 2
+# cores of an EPYC Zen 5, 2026-11-22).
+GATHER_S: Final = 0.05
 MAX_BATCH: Final = 1000  # of what happened, in one transaction
 MAX_BEHIND: Final = 20_000  # what the disk has not taken yet: minutes of steps
 WAIT_S: Final = 10.0  # for the disk, before a request is accepted without it
 RETRY_S: Final = 10.0  # between attempts to delete, after the disk has failed
 
 log = logging.getLogger(__name__)
-# What to do, an id to forget, a future to set when all before is on disk, None: close
-_Item = Callable[[], None] | str | asyncio.Future[None] | None
+# What to do, a step, an id to forget, a future to set when all before is on disk, None: close
+_Item = Callable[[], None] | StepOutput | str | asyncio.Future[None] | None
 
 
 class Contexts(Protocol):
@@ -79,7 +80,13 @@ class Journal:
         self._live: dict[str, Tail] = {}
         self._forgotten: set[str] = set()  # whose tokens are in steps, perhaps
         self._num_steps = 0
+        self._touched: dict[str, Tail] = {}  # that have more than is in steps
         self._drawn = _nothing()
+        # Of the latest steps, which named the same requests: these, and a row of tokens each.
+        self._names: tuple[str, ...] = ()
+        self._choices: tuple[int, ...] = ()
+        self._tails: list[Tail | None] = []
+        self._rows: list[tuple[int, ...]] = []
         self._thread = threading.Thread(target=self._run, name="streamer-journal", daemon=True)
         self._thread.start()
 
@@ -118,7 +125,7 @@ class Journal:
     def step(self, output: StepOutput) -> None:
         """A step's tokens and finishes."""
         if output.request_ids or output.finishes or output.notices or output.prompt_logprobs:
-            self._put(partial(self._step, output))
+            self._put(output)
 
     def end(self, stream: TokenStream) -> None:
         """A stream has ended, and is kept.
@@ -191,8 +198,7 @@ class Journal:
                 self._store.folder,
                 why,
             )
-        for future in self._waiting:
-            _set(future)
+        _set(self._waiting)
 
     # ------------------------------------------------------------ on the thread
 
@@ -244,14 +250,16 @@ class Journal:
         futures = [item for item in items if isinstance(item, asyncio.Future)]
         self._store.begin(is_durable=bool(futures))
         for item in items:
-            if isinstance(item, str):
+            if isinstance(item, StepOutput):
+                self._step(item)
+            elif isinstance(item, str):
                 self._forget(item)
             elif callable(item):
                 item()
         self._flush()
         self._store.commit()
-        for future in futures:
-            self._tell(_set, future)
+        if futures:
+            self._tell(_set, futures)
 
     def _accept(self, request: GenerateRequest, created: float) -> None:
         context = None
@@ -274,24 +282,41 @@ class Journal:
         self._store.tried(request_id, tries, sum(starts))
 
     def _step(self, output: StepOutput) -> None:
-        live, logprobs, step = self._live, output.logprobs, self._drawn
-        for i, request_id in enumerate(output.request_ids):
-            tail = live.get(request_id)
-            if tail is None:
-                continue
-            choice, token = output.choices[i], output.tokens[i]
-            logprob = logprobs.get(i) if logprobs else None
-            if logprob is not None:
-                step.logprobs[len(step.tokens)] = logprob
-            step.request_ids.append(request_id)
-            step.choices.append(choice)
-            step.indexes.append(tail.push(choice, token, logprob))
-            step.tokens.append(token)
+        """Take what a step drew. A steady step names the same tuples as the one before, each choice
+        once: its tokens wait for others, as pushing one by one took 1 us a token."""
+        names, choices, logprobs = output.request_ids, output.choices, output.logprobs
+        if names is not self._names or choices is not self._choices or logprobs:
+            self._spread()
+            self._names, self._choices = names, choices
+            self._tails = [self._live.get(name) for name in names]
+        if logprobs:
+            for i, tail in enumerate(self._tails):
+                if tail is not None:
+                    tail.push(choices[i], output.tokens[i], logprobs.get(i))
+                    self._touched[names[i]] = tail
+        elif names:
+            self._rows.append(output.tokens)
         if output.finishes or output.notices or output.prompt_logprobs:
-            self._rest_of_step(output, step)
+            self._rest_of_step(output, self._drawn)
+
+    def _spread(self) -> None:
+        """Give the rows of tokens to their requests, and forget whose they were."""
+        if self._rows:
+            columns = zip(*self._rows, strict=True)
+            drawn = zip(self._names, self._tails, self._choices, columns, strict=True)
+            for name, tail, choice, tokens in drawn:
+                if tail is not None:
+                    tail.tokens[choice] += tokens
+                    self._touched[name] = tail
+            self._rows = []
+        self._names = ()
 
     def _flush(self) -> None:
         """Write what was drawn in the steps of this transaction."""
+        self._spread()
+        for request_id, tail in self._touched.items():
+            tail.add_to(self._drawn, request_id)
+        self._touched = {}
         if self._drawn != _nothing():
             self._store.add_step(self._drawn)
             self._drawn = _nothing()
@@ -362,6 +387,7 @@ def _nothing() -> Step:
     return Step([], [], [], [], {}, {}, [], [])
 
 
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+def _set(futures: Iterable[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(None)

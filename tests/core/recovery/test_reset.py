@@ -146,6 +146,28 @@ def test_requests_that_come_or_change_during_a_trial_wait_for_its_end(
     assert reasons(driver) == {"r6": STEP_FAILED}
 
 
+@WAYS
+@pytest.mark.parametrize("way", [Driver.cancel, Driver.pause, None])
+def test_a_suspect_that_is_not_tried_may_have_been_at_fault(
+    depth: int, is_late: bool, way: Callable[[Driver, str], None] | None
+) -> None:
+    driver = batch(depth, is_late, count=4)
+    driver.faulty = when(lambda plan, names: plan.number == 5)
+    while not driver.verdicts:
+        driver.step()
+    assert not driver.scheduler.suspect_escaped
+    if way is not None:
+        way(driver, "r2")
+    while driver.scheduler.state.trials.members:
+        driver.step()
+    assert driver.scheduler.suspect_escaped is (way is not None)
+    driver.drain()
+    driver.faulty = when(lambda plan, names: "r9" in names)
+    driver.add([1, 2, 3], request_id="r9")
+    driver.drain()
+    assert not driver.scheduler.suspect_escaped
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_verification_that_fails_is_forgotten(depth: int, is_late: bool) -> None:

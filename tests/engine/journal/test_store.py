@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import sqlite3
 import stat
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 from streamer.core.plan import Finish, FinishReason, TokenLogprob
 from streamer.core.sampling import SamplingParams
 from streamer.engine.journal.records import Accepted, Saved, Step, Tail
-from streamer.engine.journal.store import FILE, Store
+from streamer.engine.journal.store import FILE, VERSION, Store
 from streamer.engine.requests import GenerateRequest
 from streamer.errors import ConfigError
 
@@ -36,23 +37,34 @@ def accepted(name: str, n: int = 1) -> Accepted:
 
 def step(*drawn: tuple[str, int, int, int], finishes: list[Finish] | None = None) -> Step:
     """Of (request, choice, index, token)."""
+    if not drawn:
+        return Step([], [], [], [], {}, {}, [], [])
     names, choices, indexes, tokens = (list(x) for x in zip(*drawn, strict=True))
-    logprobs = {0: TokenLogprob(tokens[0], -0.5, ((1, -0.25),))}
-    return Step(names, choices, indexes, tokens, logprobs, {}, finishes or [], [])  # type: ignore[arg-type]
+    logprobs = {0: {indexes[0]: TokenLogprob(tokens[0], -0.5, ((1, -0.25),))}}
+    runs = [[token] for token in tokens]
+    return Step(names, choices, indexes, runs, logprobs, {}, finishes or [], [])  # type: ignore[arg-type]
 
 
-def fill(folder: Path, num_steps: int = 6) -> None:
-    """Two requests: a, of one choice, has tokens 100.., b's second choice 200.. and an end."""
+def fill(folder: Path, num_steps: int = 6, *, is_killed: bool = False) -> None:
+    """Two requests: a, of one choice, has tokens 100.., b's second choice 200.. and an end.
+
+    is_killed  all is in SQLite's log yet, as a process leaves it that is killed
+    """
     store = Store(folder)
     store.begin(is_durable=True)
     store.add_request(accepted("a"))
     store.add_request(accepted("b", n=2))
     for i in range(num_steps):
+        store.commit()
+        store.begin(is_durable=False)
         store.add_step(step(("a", 0, i, 100 + i), ("b", 1, i, 200 + i)))
     finish = Finish("b", 1, FinishReason.STOP, num_steps + 1, stop="x")
     store.add_step(step(("b", 1, num_steps, 200 + num_steps), finishes=[finish]))
     store.commit()
+    left = {file: file.read_bytes() for file in folder.iterdir()}
     store.close()
+    for file, data in left.items() if is_killed else ():
+        file.write_bytes(data)
 
 
 def test_what_was_written_is_read_back_also_a_second_time(tmp_path: Path) -> None:
@@ -229,7 +241,7 @@ def test_another_versions_file_is_set_aside_with_a_word(
     db.close()
     assert read_journal(tmp_path) == []
     (message,) = [r.getMessage() for r in caplog.records]
-    assert "it is of version 99, this is 1" in message
+    assert f"it is of version 99, this is {VERSION}" in message
     (kept,) = [file for file in tmp_path.iterdir() if file.name not in (FILE, FILE + "-wal")]
     assert str(kept) in message
 
@@ -238,16 +250,18 @@ def test_altered_bytes_lose_records_but_alter_none(tmp_path: Path) -> None:
     fill(tmp_path / "whole", num_steps=40)
     read_journal(tmp_path / "whole")
     fill(tmp_path / "steps", num_steps=40)
+    fill(tmp_path / "log", num_steps=40, is_killed=True)
     wanted = {name: [t[:] for t in saved.tail.tokens] for name, saved in _read(tmp_path / "whole")}
     chance = random.Random(5)
     num_read = num_redrawn = 0
-    for i in range(60):
-        data = bytearray((tmp_path / ("whole" if i % 2 else "steps") / FILE).read_bytes())
+    for i in range(90):
+        folder = tmp_path / str(i)
+        shutil.copytree(tmp_path / ("whole", "steps", "log")[i % 3], folder)
+        damaged = folder / (FILE + "-wal" * (i % 3 == 2))
+        data = bytearray(damaged.read_bytes())
         for _ in range(chance.choice((1, 4, 64))):
             data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
-        folder = tmp_path / str(i)
-        folder.mkdir()
-        (folder / FILE).write_bytes(data)
+        damaged.write_bytes(data)
         found = []
         with contextlib.suppress(ConfigError):  # it may look like another program's file
             found = _read(folder)
@@ -258,8 +272,7 @@ def test_altered_bytes_lose_records_but_alter_none(tmp_path: Path) -> None:
             for tokens, whole in zip(saved.tail.tokens, wanted[name], strict=True):
                 assert tokens == whole[: len(tokens)]
                 num_redrawn += len(tokens) < len(whole)
-        os.unlink(folder / FILE)
-    assert num_read > 30
+    assert num_read > 60
     assert num_redrawn
 
 
@@ -270,12 +283,18 @@ def _read(folder: Path) -> list[tuple[str, object]]:
 def test_a_tail_goes_on_after_its_part() -> None:
     tail = Tail(2)
     assert tail.is_empty
-    assert [tail.push(1, token, None) for token in (5, 6)] == [0, 1]
+    for token in (5, 6):
+        tail.push(1, token, None)
     part = tail.part()
     tail.go_on()
     assert (part.starts, part.tokens) == ([0, 0], [[], [5, 6]])
     assert tail.is_empty
-    assert tail.push(1, 7, None) == 2
+    tail.push(1, 7, TokenLogprob(7, -0.5))
+    drawn = step()
+    for _ in range(2):  # once written, it is not written again
+        tail.add_to(drawn, "b")
+    assert (drawn.starts, drawn.tokens) == ([2], [[7]])
+    assert drawn.logprobs == {0: {2: TokenLogprob(7, -0.5)}}
     again = Tail(2)
     again.add_part(part, 1)
     again.add_part(part, 1)  # a token that is there already is no second one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,11 @@ async def lost(engine: AsyncEngine) -> None:
     await engine.aclose()
 
 
-@pytest.mark.parametrize("at", [0, 1, 7])
-async def test_what_ran_goes_on_and_what_had_ended_is_kept(tmp_path: Path, at: int) -> None:
-    plain = {"max_tokens": 24, "temperature": 1.0, "logprobs": 2, "seed": 11, "n": 2}
+@pytest.mark.parametrize(("at", "logprobs"), [(0, 2), (1, None), (7, 2), (7, None)])
+async def test_what_ran_goes_on_and_what_had_ended_is_kept(
+    tmp_path: Path, at: int, logprobs: int | None
+) -> None:
+    plain = {"max_tokens": 24, "temperature": 1.0, "logprobs": logprobs, "seed": 11, "n": 2}
     async with make_engine() as alone:
         whole = await end_of(alone.submit(durable("a", **plain)))
     gated = GatedEngine(journal=str(tmp_path))
@@ -150,7 +153,8 @@ async def test_contexts_that_another_program_does_not_have(tmp_path: Path) -> No
 async def test_many_steps_are_moved_to_their_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamer.engine.journal.writer.MAX_STEPS", 5)
+    monkeypatch.setattr("streamer.engine.journal.writer.MAX_STEPS", 2)
+    monkeypatch.setattr("streamer.engine.journal.writer.GATHER_S", 0.0)
     async with make_engine(journal=str(tmp_path), tokens_per_s=2000.0) as engine:
         stream = engine.submit(durable("a", max_tokens=40, logprobs=1))
         await until(stream, 23)
@@ -374,6 +378,46 @@ async def test_tokens_of_a_deleted_answer_leave_the_file_though_another_is_kept(
         with sqlite3.connect(tmp_path / FILE) as db:
             assert db.execute("SELECT count(*) FROM steps").fetchone() == (0,)
         db.close()
+
+
+@pytest.mark.parametrize("bound", [{"retain_s": 0.0}, {"retain_bytes": 0}])
+async def test_what_is_retained_no_longer_leaves_the_file(
+    tmp_path: Path, bound: dict[str, Any]
+) -> None:
+    async with make_engine(journal=str(tmp_path), **bound) as engine:
+        await end_of(engine.submit(durable("a", max_tokens=3)))
+    assert read_journal(tmp_path) == []
+
+
+async def test_what_is_too_old_leaves_an_idle_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamer.engine.engine.EXPIRE_S", 0.02)
+    async with make_engine(journal=str(tmp_path), retain_s=0.1) as engine:
+        journal, is_gone = engine.journal, asyncio.Event()
+        assert journal is not None
+        forget = journal.forget
+        monkeypatch.setattr(journal, "forget", lambda name: (forget(name), is_gone.set()))
+        await end_of(engine.submit(durable("a", max_tokens=3)))
+        async with asyncio.timeout(DEADLINE_S):
+            await is_gone.wait()
+    assert read_journal(tmp_path) == []
+
+
+@pytest.mark.parametrize("years", [-20, 20])
+async def test_its_age_counts_over_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, years: int
+) -> None:
+    """Also where the clock was wrong before or is now."""
+    async with make_engine(journal=str(tmp_path)) as engine:
+        await end_of(engine.submit(durable("a", max_tokens=3)))
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + years * 365.25 * 86400)
+    async with make_engine(journal=str(tmp_path)) as engine:
+        assert (engine.get("a") is None) == (years > 0)
+        await end_of(engine.submit(durable("b", max_tokens=3)))
+    names = [saved.request_id for saved in read_journal(tmp_path)]
+    assert sorted(names) == (["b"] if years > 0 else ["a", "b"])
 
 
 async def test_an_id_used_again_has_nothing_of_the_deleted_answer(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import logging
 import socket
 import struct
@@ -201,3 +202,70 @@ def test_a_protocol_error_with_lanes_running_logs_nothing(
     slow.wait_idle()
     gc.collect()
     assert not caplog.records, caplog.text
+
+
+# ---------------------------------------------------------------- RFC 6455
+
+
+def raw_frame(first: int, data: bytes = b"", *, masked: int = 0x80) -> bytes:
+    """A short frame with any first byte, reserved bits and all."""
+    return bytes([first, masked | len(data)]) + bytes(4 if masked else 0) + data
+
+
+def close(code: int, reason: bytes = b"") -> bytes:
+    return raw_frame(0x88, code.to_bytes(2, "big") + reason)
+
+
+CONFORMANCE = {
+    "no code": (raw_frame(0x88), None),
+    "a code of the client's own": (close(3999, b"over"), 3999),
+    "a reason of many bytes a letter": (close(1000, "\N{EURO SIGN}".encode() * 41), 1000),
+    "a code of one byte": (raw_frame(0x88, b"\x03"), 1002),
+    **{f"code {n}": (close(n), 1002) for n in (0, 999, 1004, 1005, 1006, 1015, 2999, 5000)},
+    "a reason that is no text": (close(1000, b"\xff"), 1007),
+    "a close of 126 bytes": (client_frame(8, b"\x03\xe8" + b"x" * 124), 1002),
+    "a close in fragments": (raw_frame(8, b"\x03\xe8"), 1002),
+    "a reserved bit": (raw_frame(0xC1, b"{}"), 1002),
+    "a second reserved bit": (raw_frame(0xA1, b"{}"), 1002),
+    "a third reserved bit": (raw_frame(0x91, b"{}"), 1002),
+    "a reserved bit of a ping": (raw_frame(0xC9), 1002),
+    "an unknown control frame": (raw_frame(0x8B), 1002),
+    "no mask": (raw_frame(0x81, b"{}", masked=0), 1002),
+    "a ping in fragments": (raw_frame(9), 1002),
+    "a ping of 126 bytes": (client_frame(9, b"x" * 126), 1002),
+    "a message in a message": (raw_frame(1, b"{") + raw_frame(1, b"}"), 1002),
+    "a letter cut off": (raw_frame(1, b"\xe2\x82") + raw_frame(0x80), 1007),
+    "a letter cut by another": (raw_frame(1, b"\xe2\x82") + raw_frame(0x80, b"A"), 1007),
+    "a length of 63 bits": (b"\x81\xff\x7f" + b"\xff" * 7 + bytes(4), 1009),
+}
+
+
+@pytest.mark.parametrize(("sent", "code"), CONFORMANCE.values(), ids=CONFORMANCE)
+def test_how_a_client_may_end_it(
+    server: Running, monkeypatch: pytest.MonkeyPatch, sent: bytes, code: int | None
+) -> None:
+    """With the code of the protocol for it, and the client's own where it is one."""
+    monkeypatch.setattr(websocket_protocol, "LINGER_S", 0.2)
+    with opened(server) as raw:
+        raw.sendall(sent)
+        frames = frames_to_end(raw)
+    if code is None:
+        assert frames == [(Opcode.CLOSE, b"")]
+    else:
+        assert close_code(frames) == code
+
+
+def test_a_message_in_fragments_with_pings_between_is_one(server: Running) -> None:
+    event = '{"type": "\N{EURO SIGN}"}'.encode()
+    at = event.index(b"\xe2") + 1
+    sent = raw_frame(1, event[:at]) + raw_frame(0x89, b"1") + raw_frame(0, b"")
+    sent += raw_frame(0x8A, b"never asked for") + raw_frame(0, event[at:]) + raw_frame(0x89, b"2")
+    with opened(server) as raw:
+        raw.sendall(sent + raw_frame(0x80))
+        while b'"error"' not in raw.recv(1 << 16, socket.MSG_PEEK):
+            pass
+        raw.sendall(close(1000))
+        frames = frames_to_end(raw)
+    assert [opcode for opcode, _ in frames] == [*[Opcode.PONG] * 2, Opcode.TEXT, Opcode.CLOSE]
+    assert [data for _, data in frames[:2]] == [b"1", b"2"]
+    assert json.loads(frames[2][1])["type"] == "error"
