@@ -15,8 +15,9 @@ import sqlite3
 import stat
 import time
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -37,6 +38,7 @@ BESIDE: Final = ("-wal", "-shm", "-journal")  # files that SQLite has beside it
 VERSION: Final = 2
 APPLICATION: Final = 0x5374726D  # "Strm"
 WAL_BYTES: Final = 16 << 20  # what the log keeps of its size when it is written back
+MAX_ROWS: Final = 64  # of a statement; each number of them is compiled once
 SCHEMA: Final = (  # a file with anything else in it, such as a trigger, is none of ours
     "CREATE TABLE about (name TEXT PRIMARY KEY, value BLOB)",
     "CREATE TABLE requests (id TEXT PRIMARY KEY, data BLOB, tries INTEGER, tokens INTEGER)",
@@ -53,6 +55,8 @@ DISK: Final = (
 _ACCEPTED = msgspec.msgpack.Decoder(Accepted)
 _PART = msgspec.msgpack.Decoder(Part)
 _STEP = msgspec.msgpack.Decoder(Step)
+_Row = tuple[str | bytes | int, ...]
+_T = TypeVar("_T")
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +71,10 @@ class Store:
         self.folder = folder
         self.epoch = ""
         self._number = 0  # of the last step or part
+        self._is_full: bool | None = None  # whether commits wait for the disk
+        self._new: list[_Row] = []  # of this transaction: requests, and
+        self._new_parts: list[_Row] = []
+        self._gone: dict[str, None] = {}
         self._is_damaged = False
         _make_folder(folder)
         self._db = self._connect()
@@ -235,24 +243,41 @@ class Store:
         Any other is safe from the death of the process as soon as it is committed, and from a loss
         of power some commits later.
         """
-        self._db.execute(f"PRAGMA synchronous = {'FULL' if is_durable else 'NORMAL'}")
+        self._new, self._new_parts, self._gone = [], [], {}
+        if is_durable is not self._is_full:
+            self._db.execute(f"PRAGMA synchronous = {'FULL' if is_durable else 'NORMAL'}")
+            self._is_full = is_durable
         self._db.execute("BEGIN")
         if is_durable:  # something of its own, or a transaction without changes would not wait
             self._db.execute("INSERT OR REPLACE INTO about VALUES ('number', ?)", (self._number,))
 
     def commit(self) -> None:
+        self._write_out()
         self._db.execute("COMMIT")
+
+    def _write_out(self) -> None:
+        """Each statement gives the GIL away and waits for it again, up to 0.5 ms, while a step or
+        the loop waits for this thread: so there is one for many rows."""
+        gone = [*self._gone]
+        for some in _in_pieces(gone):
+            places = ", ".join("?" * len(some))
+            self._db.execute(f"DELETE FROM requests WHERE id IN ({places})", some)
+            self._db.execute(f"DELETE FROM parts WHERE id IN ({places})", some)
+        for table, rows in (("requests", self._new), ("parts", self._new_parts)):
+            for some_rows in _in_pieces(rows):
+                row = "(" + ", ".join("?" * len(rows[0])) + ")"
+                places = ", ".join([row] * len(some_rows))
+                values = [*chain.from_iterable(some_rows)]
+                self._db.execute(f"INSERT OR REPLACE INTO {table} VALUES {places}", values)
+        self._new, self._new_parts, self._gone = [], [], {}
 
     def add_request(self, accepted: Accepted) -> None:
         name = accepted.request.request_id
-        self._db.execute(
-            "INSERT OR REPLACE INTO requests VALUES (?, ?, 0, 0)", (name, pack(accepted, name))
-        )
+        self._new.append((name, pack(accepted, name), 0, 0))
 
     def add_part(self, name: str, part: Part) -> None:
         self._number += 1
-        data = pack(part, f"{name} {self._number}")
-        self._db.execute("INSERT INTO parts VALUES (?, ?, ?)", (name, self._number, data))
+        self._new_parts.append((name, self._number, pack(part, f"{name} {self._number}")))
 
     def add_step(self, step: Step) -> None:
         self._number += 1
@@ -264,14 +289,20 @@ class Store:
         self._db.execute("DELETE FROM steps")
 
     def delete(self, name: str) -> None:
-        self._db.execute("DELETE FROM requests WHERE id = ?", (name,))
-        self._db.execute("DELETE FROM parts WHERE id = ?", (name,))
+        self._new = [row for row in self._new if row[0] != name]
+        self._new_parts = [row for row in self._new_parts if row[0] != name]
+        self._gone[name] = None
 
     def tried(self, name: str, tries: int, tokens: int) -> None:
         """A request is restored for the `tries`th time since it had fewer than `tokens`."""
+        self._write_out()
         self._db.execute(
             "UPDATE requests SET tries = ?, tokens = ? WHERE id = ?", (tries, tokens, name)
         )
+
+
+def _in_pieces(rows: list[_T]) -> Iterator[list[_T]]:
+    return (rows[i : i + MAX_ROWS] for i in range(0, len(rows), MAX_ROWS))
 
 
 def _make_folder(folder: Path) -> None:

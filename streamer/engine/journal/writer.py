@@ -73,6 +73,7 @@ class Journal:
         self._loop = asyncio.get_running_loop()
         self._queue: SimpleQueue[_Item] = SimpleQueue()
         self._waiting: set[asyncio.Future[None]] = set()
+        self._next: asyncio.Future[None] | None = None  # will wait for what this turn hands over
         self._is_sealed = False
         self._is_urgent = threading.Event()
         self._known = {each.request_id for each in saved}  # ids that the journal has
@@ -157,17 +158,24 @@ class Journal:
         """Wait until the disk has all that was handed over, or the journal has failed."""
         if self.failure is not None or self._is_sealed:
             return
-        done: asyncio.Future[None] = self._loop.create_future()
+        if self._next is None:  # all that ask in this turn of the loop wait together
+            self._next = self._loop.create_future()
+            self._loop.call_soon(self._hand_over, self._next)
+        await asyncio.shield(self._next)
+
+    def _hand_over(self, done: asyncio.Future[None]) -> None:
+        """Have this future set when all that was handed over before is on disk."""
+        self._next = None
+        if self.failure is not None or self._is_sealed:
+            done.set_result(None)
+            return
+        late = f"the disk did not answer within {WAIT_S:g} s"
+        timer = self._loop.call_later(WAIT_S, self._fail, late)
+        done.add_done_callback(lambda _: timer.cancel())
+        done.add_done_callback(self._waiting.discard)
         self._waiting.add(done)
         self._put(done)
         self._is_urgent.set()
-        try:
-            async with asyncio.timeout(WAIT_S):
-                await done
-        except TimeoutError:
-            self._fail(f"the disk did not answer within {WAIT_S:g} s")
-        finally:
-            self._waiting.discard(done)
 
     async def close(self, *, is_orderly: bool = True) -> None:
         """Write what was handed over, and let go of the file; a disk that hangs is left behind.
@@ -198,7 +206,7 @@ class Journal:
                 self._store.folder,
                 why,
             )
-        _set(self._waiting)
+        _set([*self._waiting])
 
     # ------------------------------------------------------------ on the thread
 
