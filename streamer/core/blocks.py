@@ -228,22 +228,27 @@ class BlockPool:
         held: Counter[int] = Counter()
         for table in owners:
             held.update(table)
-        for block, refs in enumerate(self._refs):
-            if refs != held[block]:
-                raise InvariantViolated(
-                    f"{self.name} block {block}: {refs} references, held by {held[block]} tables"
-                )
-        blank, cached, cooling = set(self._blank), set(self._cached), set(self._cool_until)
-        in_use = set(held)
-        total = len(self._blank) + len(cached) + len(cooling) + len(in_use)
-        if total != self.num_blocks or len(blank | cached | cooling | in_use) != self.num_blocks:
+        if unknown := [b for b in held if not 0 <= b < self.num_blocks]:
+            raise InvariantViolated(f"{self.name} pool of {self.num_blocks}: held are {unknown}")
+        refs = self._refs  # of ten thousands of blocks, nearly all 0: tests look after each step
+        if len(refs) - refs.count(0) != len(held) or any(refs[b] != n for b, n in held.items()):
+            block = next(b for b, n in enumerate(refs) if n != held[b])
             raise InvariantViolated(
-                f"{self.name} pool of {self.num_blocks}: {len(self._blank)} blank + {len(cached)} "
-                f"cached + {len(cooling)} cooling + {len(in_use)} held = {total}"
+                f"{self.name} block {block}: {refs[block]} references, held by {held[block]} tables"
+            )
+        found = set(self._blank)
+        is_blank_published = not found.isdisjoint(self._published)
+        found.update(self._cached, self._cool_until, held)
+        total = len(self._blank) + len(self._cached) + len(self._cool_until) + len(held)
+        if total != self.num_blocks or len(found) != self.num_blocks:
+            raise InvariantViolated(
+                f"{self.name} pool of {self.num_blocks}: {len(self._blank)} blank + "
+                f"{len(self._cached)} cached + {len(self._cool_until)} cooling + {len(held)} held "
+                f"= {total}"
             )
         if {b: h for h, b in self._index.items()} != {
             b: h for b, (h, _) in self._published.items()
         }:
             raise InvariantViolated(f"{self.name}: hash index and published blocks disagree")
-        if blank & self._published.keys() or cached - self._published.keys():
+        if is_blank_published or self._cached.keys() - self._published.keys():
             raise InvariantViolated(f"{self.name}: published and blank, or cached and not")
