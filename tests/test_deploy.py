@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from streamer.cli import COMMANDS
+from streamer.cli.commands import load
 from streamer.config import load_config
 from streamer.replicas.scaling import ByLoad
+from streamer.server.app import PROBES
 
-DEPLOY = Path(__file__).resolve().parent.parent / "docs" / "deploy"
+ROOT = Path(__file__).resolve().parent.parent
+DEPLOY = ROOT / "docs" / "deploy"
 SERVE, SERVICE = "serve.yaml", "rayservice.yaml"
 
 
@@ -67,6 +74,25 @@ def test_every_line_of_the_dockerfile_is_an_instruction_whose_files_exist() -> N
     known = r"(ARG|FROM|RUN|COPY|USER|ENV|EXPOSE|STOPSIGNAL|HEALTHCHECK|CMD) "
     assert all(re.match(known, line) for line in lines)
     sources = [line.split()[1] for line in lines if line.startswith("COPY")]
-    assert all((DEPLOY.parent.parent / source).exists() for source in sources)
+    assert all((ROOT / source).exists() for source in sources)
     declared = {line.split()[1].partition("=")[0] for line in lines if line.startswith("ARG")}
     assert set(re.findall(r"\$\{(\w+)\}", text)) == declared
+
+
+def test_what_the_dockerfile_names_exists() -> None:
+    text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (extra,) = re.findall(r"'\.\[(\w+)\]'", text)
+    assert extra in project["optional-dependencies"]
+    (torch,) = re.findall(r"^ARG TORCH=(\S+)$", text, re.MULTILINE)
+    assert f"TORCH := {torch}\n" in (ROOT / "Makefile").read_text()
+    assert (ROOT / re.findall(r"python (web/\w+\.py)", text)[0]).is_file()
+    program, name, *flags = json.loads(re.findall(r"^CMD (.*)$", text, re.MULTILINE)[0])
+    assert program in project["scripts"]
+    parser = argparse.ArgumentParser()
+    load(COMMANDS[name]).add_arguments(parser)
+    assert parser.parse_args(flags).config_host == "0.0.0.0"
+    ((port, path),) = re.findall(r"http://127\.0\.0\.1:(\d+)(/\w+)", text)
+    assert f"EXPOSE {port}\n" in text
+    assert load_config({}, {}).port == int(port)
+    assert path in PROBES

@@ -22,7 +22,6 @@ from msgspec.structs import replace
 from streamer.config import Config
 from streamer.core.blocks import BlockHasher
 from streamer.core.plan import Add, Finish, FinishReason, StepOutput, StepStats
-from streamer.core.sizes import ModelInfo
 from streamer.core.view import ViewQuery
 from streamer.engine.base import Engine, within
 from streamer.engine.core import Tokenizer
@@ -45,8 +44,8 @@ from streamer.errors import (
     StreamerError,
 )
 from streamer.replicas import messages
-from streamer.replicas.link import Directory, Link, Links, Placed, Search, only_of
-from streamer.replicas.routing import choose, choose_for_moved
+from streamer.replicas.link import Directory, Link, Links, Placed, Search, is_same, only_of
+from streamer.replicas.routing import choose, choose_alike
 
 FIND_S: Final = 3.0
 SETTLE_S: Final = 10.0
@@ -282,12 +281,15 @@ class Cluster(Engine):
         request  where it is new; without it goes on from what its stream has
         """
         untried = [each for each in self._links.usable if each.name not in placed.tried]
-        parent = self._placed.get(placed.stream.request.share_with or "")
-        link = parent.link if parent is not None else self._link_in(placed.stream.request_id)
-        if link not in untried and placed.is_moved:
-            link = choose_for_moved(untried, placed.stream.request_id)
-        elif link not in untried:
-            link = choose(untried, placed.hashes)
+        if placed.is_shared:
+            link = choose_alike(untried, placed.stream.request_id)
+        else:
+            parent = self._placed.get(placed.stream.request.share_with or "")
+            link = None if parent is None else parent.link
+            if parent is None and not placed.is_moved:
+                link = self._link_in(placed.stream.request_id)
+            if link not in untried:
+                link = choose(untried, placed.hashes)
         if link is None:
             return False
         stream, context = placed.stream, None
@@ -325,11 +327,9 @@ class Cluster(Engine):
             self._end(placed, RequestFailed(text))
             return
         if not self._place(placed) and request_id not in self._orphans:
-            loop = asyncio.get_running_loop()
-            self._orphans[request_id] = loop.call_later(ORPHAN_S, self._give_up, placed)
-
-    def _give_up(self, placed: Placed) -> None:
-        self._end(placed, self.unavailable())
+            self._orphans[request_id] = asyncio.get_running_loop().call_later(
+                ORPHAN_S, lambda: self._end(placed, self.unavailable())
+            )
 
     def _unwant(self, placed: Placed, message: Any = None) -> None:
         """Let its replica end a request; where that is lost, it does not go on elsewhere."""
@@ -382,7 +382,7 @@ class Cluster(Engine):
         if self._info is None:
             info = with_end(info, self._loaded.eos_token_id)
             self._use(self._loaded, info, BlockHasher(info.block_size, secrets.token_bytes(32)))
-        elif not _is_same(self._info, info):
+        elif not is_same(self._info, info):
             error = ConfigError(f"replica {link.name} serves another model: {info.name}")
             log.error("%s", error.message)
             link.close()
@@ -414,6 +414,9 @@ class Cluster(Engine):
                 if (placed := link.placed.get(request_id)) is not None:
                     placed.stream.is_kept = False
                     self._end(placed, restarting())
+            case messages.Shared(request_id):
+                if (placed := link.placed.get(request_id)) is not None:
+                    placed.is_shared = True
             case messages.Settled(number):
                 self._on_settled(link, number)
             case messages.Seen(view):
@@ -435,7 +438,7 @@ class Cluster(Engine):
         placed, link.placed = link.placed, {}
         self._links.lose(link, placed)
         if placed:
-            log.warning("replica %s is lost: %d requests go on elsewhere", link.name, len(placed))
+            log.warning("%d requests of replica %s go on elsewhere", len(placed), link.name)
         for each in placed.values():
             self._move(each)
         for number in list(self._settling):
@@ -445,6 +448,13 @@ class Cluster(Engine):
         if link is self._viewed:
             self._viewed = None
             self._ask_again()
+
+    def give_up(self, link: Link) -> None:
+        """Let all that a connected replica runs go on elsewhere; it drops that when it hears so."""
+        names = list(link.placed)
+        self.on_lost(link)
+        link.send(messages.Taken([name for name in names if name not in self._orphans]))
+        link.finish()
 
     # ------------------------------------------------------------ what comes
 
@@ -502,28 +512,36 @@ class Cluster(Engine):
         self._end(placed, min(placed.refusals, key=_retry_s))
 
     def _on_found(self, link: Link, found: messages.Found) -> None:
-        search = self._searches.get(found.request_id)
+        search, request_id = self._searches.get(found.request_id), found.request_id
+        if found.request is not None:
+            self._adopt(link, found, found.request)
         if search is None or link.name not in search.asked:
-            if found.request is not None:  # it took too long to say so: it counts as a reader there
-                self._adopt(link, found, found.request)
-            return
+            return  # it took too long to say so: it counts as a reader there
         search.asked.discard(link.name)
-        stream = None if found.request is None else self._adopt(link, found, found.request)
-        if stream is None and not search.asked and search.num_asked == 1:  # it has moved
+        stream = self.get(request_id)
+        is_ended = stream is not None and stream.is_finished
+        if not is_ended and not search.asked and search.num_asked == 1:
+            # It may have moved, and have been begun again by a replica that is back.
             search.ask([each for each in self._links.connected if each is not link])
-        if stream is not None or not search.asked:
-            del self._searches[found.request_id]
+        if is_ended or not search.asked:
+            del self._searches[request_id]
             search.found.set_result(stream)
 
-    def _adopt(
-        self, link: Link, found: messages.Found, request: GenerateRequest
-    ) -> TokenStream | None:
-        """The stream of a request that another ingress submitted."""
-        if self._sizes is None or self._streams.is_taken(request.request_id):
-            placed = self._placed.get(request.request_id)
-            if placed is not None and placed.link is not link:  # it ran twice
-                link.send(messages.Taken([request.request_id]))
-            return None
+    def _adopt(self, link: Link, found: messages.Found, request: GenerateRequest) -> None:
+        """Take up a request that another ingress submitted."""
+        if self._sizes is None:
+            return
+        request_id, placed = request.request_id, self._placed.get(request.request_id)
+        if placed is not None and placed.link is not link:  # it runs twice
+            is_behind = placed.is_behind(request.progress)
+            older = placed.link if is_behind else link
+            if older is not None:
+                older.send(messages.Taken([request_id]))
+            if is_behind:
+                placed.stream.is_kept = False
+                self._end(placed, restarting())
+        if self._streams.is_taken(request_id):
+            return
         context: object = None
         if found.context is not None and self.contexts is not None:
             context = self.contexts.decode(found.context)
@@ -539,26 +557,19 @@ class Cluster(Engine):
         if stream.is_finished:
             age_s = time.time() - stream.created - (stream.timing.total_s or 0.0)
             self._streams.retain(stream, request.tenant, max(0.0, age_s))
-            return stream
+            return
         placed = self._placed[stream.request_id] = Placed(stream, hashes)
-        placed.link, placed.is_moved = link, True
+        placed.link, placed.is_moved, placed.is_shared = link, True, True
         placed.taken.set_result(None)
         link.placed[stream.request_id] = placed
         self._streams.add(stream, request.queue_needs)
         stream.miss()  # its reader comes next, or never
-        return stream
 
     def _on_draining(self, link: Link) -> None:
         """A replica is to end: take what it runs elsewhere, if there is another one."""
         link.is_usable = False
-        if not self._links.usable:
-            return
-        placed, link.placed = link.placed, {}
-        link.send(messages.Taken(list(placed)))
-        self._links.lose(link, placed)  # said again, in case this does not arrive
-        link.finish()
-        for each in placed.values():
-            self._move(each)
+        if self._links.usable:
+            self.give_up(link)
 
     def _on_settled(self, link: Link, number: int) -> None:
         if number in self._settling:
@@ -587,9 +598,3 @@ class Cluster(Engine):
 
 def _retry_s(error: StreamerError) -> float:
     return error.retry_after_s if isinstance(error, Overloaded) else float("inf")
-
-
-def _is_same(one: ModelInfo, other: ModelInfo) -> bool:
-    """Whether two replicas give the same answers to what fits both."""
-    names = ("name", "dtype", "vocab_size", "max_model_len", "block_size", "quantization")
-    return all(getattr(one, name) == getattr(other, name) for name in names)

@@ -22,6 +22,7 @@ MAX_MESSAGE_BYTES: Final = 256 << 20  # a prompt of millions of tokens, with its
 MAX_UNSENT_BYTES: Final = 256 << 20  # of messages that can't wait: the other side reads nothing
 HIGH_BYTES: Final = 1 << 20  # unsent, above which `is_full` is true
 HANDSHAKE_S: Final = 5.0
+FINISH_S: Final = 1.0  # for the other side to take what was sent
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class Connection(asyncio.Protocol):
     on_message  called with each message; what it raises ends the connection
     on_lost     called once, also where it never opened
     on_drained  called when it is no longer full
-    heard       the loop's time when bytes came last
+    is_heard    bytes came since it was last set to False
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Connection(asyncio.Protocol):
         listens: bool,
     ) -> None:
         self.is_open = self.is_full = False
+        self.is_heard = True
         self.is_closed = False
         self.on_drained: Callable[[], None] = lambda: None
         self.on_message = on_message
@@ -64,7 +66,6 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
-        self.heard = self._loop.time()
 
     # ------------------------------------------------------------ sending
 
@@ -86,17 +87,17 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def finish(self) -> None:
-        """End the connection when what was sent has gone; nothing more is read."""
+        """End the connection when what was sent has gone, after FINISH_S at the latest."""
         self.is_closed, self.is_open = True, False
         if self._transport is not None:
             self._transport.close()
+            self._timer = self._loop.call_later(FINISH_S, self.close)
 
     # ------------------------------------------------------------ called by the loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=HIGH_BYTES)
-        self.heard = self._loop.time()
         self._timer = self._loop.call_later(HANDSHAKE_S, self.close)
         if self._listens:
             self._transport.write(self._own)
@@ -115,7 +116,7 @@ class Connection(asyncio.Protocol):
         self.on_drained()
 
     def data_received(self, data: bytes) -> None:
-        self.heard = self._loop.time()
+        self.is_heard = True
         self._buffer += data
         try:
             if not self.is_open:

@@ -13,7 +13,8 @@ from typing import Final
 import msgspec
 
 RENEW_S: Final = 1.0
-# As long as an ingress waits for a replica that is silent: by then its streams are elsewhere.
+# Longer than an ingress waits for a replica that is silent (link.py: SILENT_S): by then its streams
+# are elsewhere.
 LEASE_S: Final = 5.0
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from streamer.replicas.connection import Connection
 
 MAX_TOKENS: Final = 1 << 14  # in one message, but for those of its last stream
+RETURN_S: Final = 5.0  # in which an ingress comes back that has lost its connection alone
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,6 @@ class Host(Protocol):
     def engine(self) -> AsyncEngine: ...
     @property
     def followers(self) -> defaultdict[str, set[Ingress]]: ...
-    def require_awake(self) -> None: ...
     def forget(self, request_id: str, *, asked_by: Ingress) -> None: ...
     def update_hold(self, request_id: str) -> None: ...
 
@@ -134,16 +134,16 @@ class Ingress:
         self.connection.finish()
 
     def lost(self) -> None:
-        """The connection has ended: its streams have lost a reader."""
+        """The connection has ended; its streams have lost a reader if it does not come back."""
         for task in self._tasks:
             task.cancel()
         for request_id in list(self._follows):
-            self._unfollow(request_id)
+            if (follow := self._let_go(request_id)) is not None:
+                self._loop.call_later(RETURN_S, follow.stream.detach, follow.reader)
 
     # ------------------------------------------------------------ what it asks for
 
     def on_message(self, message: Any) -> None:
-        self._server.require_awake()
         if self.connection.is_closed:
             return
         waiting = self._starting.get(getattr(message, "request_id", ""))
@@ -271,25 +271,32 @@ class Ingress:
     # ------------------------------------------------------------ streams
 
     def _follow(self, stream: TokenStream, cursors: int | list[int], num_scored: int) -> None:
-        self._unfollow(stream.request_id)
-        follow = Follow(stream, num_scored)
+        request_id, follow = stream.request_id, Follow(stream, num_scored)
         follow.reader = stream.attach(cursors, partial(self._on_update, follow))
-        self._follows[follow.request_id] = follow
-        self._server.followers[follow.request_id].add(self)
-        self._server.update_hold(follow.request_id)
+        self._unfollow(request_id)  # afterwards: the last reader that leaves may end it
+        self._follows[request_id] = follow
+        followers = self._server.followers[request_id]
+        for each in followers:
+            each.send(messages.Shared(request_id))
+        followers.add(self)
+        self._server.update_hold(request_id)
         self._on_update(follow)
 
-    def _unfollow(self, request_id: str) -> None:
+    def _let_go(self, request_id: str) -> Follow | None:
+        """Follow a stream no longer; its reader is still to be detached."""
         self.held.discard(request_id)
         follow = self._follows.pop(request_id, None)
-        if follow is None:
-            return
-        followers = self._server.followers[request_id]
-        followers.discard(self)
-        if not followers:
-            del self._server.followers[request_id]
-        follow.stream.detach(follow.reader)
-        self._server.update_hold(request_id)
+        if follow is not None:
+            followers = self._server.followers[request_id]
+            followers.discard(self)
+            if not followers:
+                del self._server.followers[request_id]
+            self._server.update_hold(request_id)
+        return follow
+
+    def _unfollow(self, request_id: str) -> None:
+        if (follow := self._let_go(request_id)) is not None:
+            follow.stream.detach(follow.reader)
 
     def _on_update(self, follow: Follow) -> None:
         """There is news of a stream: all of it is sent at the end of this turn of the loop."""

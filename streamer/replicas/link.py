@@ -1,8 +1,8 @@
 """Link: what an ingress knows of one replica, and its connection to it, made again when it is lost.
 
 Owns no stream: cluster.py decides what goes where, and is called back with what comes. Links has
-one for each replica of a directory. A replica that is silent for SILENT_S has its connection
-closed, as one whose process has ended.
+one for each replica of a directory. A replica that is silent for SILENT_S is given up, as one whose
+process has ended.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any, Final, Protocol
 from msgspec.structs import replace
 
 from streamer.core.plan import StepOutput, StepStats
+from streamer.core.sizes import ModelInfo
+from streamer.engine.requests import Progress
 from streamer.engine.stream import TokenStream
 from streamer.errors import StreamerError
 from streamer.replicas import messages
@@ -22,7 +24,7 @@ from streamer.replicas.connection import Connection
 from streamer.replicas.messages import Member
 from streamer.replicas.routing import Known
 
-SILENT_S: Final = 5.0
+SILENT_S: Final = 4.0  # with CHECK_S and the way elsewhere, streams go on within 5 s
 CHECK_S: Final = 0.5
 POLL_S: Final = 1.0
 CONNECT_S: Final = 5.0
@@ -42,6 +44,7 @@ class Placed:
     tried     replicas that refused it
     refusals  of these
     taken     set when a replica has taken it
+    is_shared  another ingress reads it, and takes it to the same replica where this one is lost
     is_unwanted  it is cancelled, or left: where its replica is lost, it does not go on elsewhere
     num_moves  times that it lost its replica when it had `moved_at` output tokens
     """
@@ -49,6 +52,7 @@ class Placed:
     __slots__ = (
         "hashes",
         "is_moved",
+        "is_shared",
         "is_unwanted",
         "link",
         "moved_at",
@@ -63,12 +67,20 @@ class Placed:
         self.stream = stream
         self.hashes = hashes
         self.link: Link | None = None
-        self.is_moved = self.is_unwanted = False
+        self.is_moved = self.is_shared = self.is_unwanted = False
         self.num_moves = 0
         self.moved_at = -1
         self.tried: set[str] = set()
         self.refusals: list[StreamerError] = []
         self.taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def is_behind(self, progress: Progress | None) -> bool:
+        """Whether another replica has come further with it, and none here reads it yet."""
+        if progress is None or self.stream.num_readers:
+            return False
+        num_tokens = sum(len(drawn.tokens) for drawn in progress.outputs)
+        is_ended = all(drawn.finish is not None for drawn in progress.outputs)
+        return is_ended or num_tokens > self.stream.num_output_tokens
 
 
 class Search:
@@ -95,6 +107,7 @@ class Owner(Protocol):
     def on_welcome(self, link: Link, welcome: messages.Welcome) -> None: ...
     def on_message(self, link: Link, message: Any) -> None: ...
     def on_lost(self, link: Link) -> None: ...
+    def give_up(self, link: Link) -> None: ...
 
 
 class Link:
@@ -117,6 +130,7 @@ class Link:
         self._owner = owner
         self._connection: Connection | None = None
         self._connecting: asyncio.Task[None] | None = None
+        self._silent_s = 0.0
 
     @property
     def name(self) -> str:
@@ -151,20 +165,24 @@ class Link:
         if self._connection is not None:
             self._connection.close()
 
-    def check(self, now: float) -> None:
-        """Connect if there is no connection; close one that is silent."""
+    def check(self) -> None:
+        """Connect if there is no connection; give up a replica that is silent.
+
+        Silence is counted in checks, not by the clock: while this process stands still, or comes
+        late to its checks, it hears nothing.
+        """
         connection = self._connection
         if connection is None:
             if self._connecting is None:
                 self._connecting = asyncio.create_task(self._connect())
-        elif now - connection.heard > SILENT_S:
-            log.error("replica %s is silent for %.1f s", self.name, now - connection.heard)
-            connection.close()
-
-    def see(self, now: float) -> None:
-        """This process stood still itself: nothing could be heard."""
-        if self._connection is not None:
-            self._connection.heard = now
+        elif connection.is_heard:
+            connection.is_heard, self._silent_s = False, 0.0
+        elif connection.is_open:
+            self._silent_s += CHECK_S
+            if self._silent_s >= SILENT_S:
+                log.error("replica %s is silent for %.1f s", self.name, self._silent_s)
+                self.is_usable = False
+                self._owner.give_up(self)
 
     async def _connect(self) -> None:
         host, _, port = self.member.address.rpartition(":")
@@ -269,12 +287,11 @@ class Links:
             await asyncio.sleep(POLL_S)
 
     def _see(self, members: Sequence[Member]) -> None:
-        now = asyncio.get_running_loop().time()
         for member in members:
             link = self._links.get(member.name)
             if link is None:
                 link = self._links[member.name] = Link(member, self._secret, self._owner)
-                link.check(now)
+                link.check()
             link.member = member
         names = {member.name for member in members}
         for link in list(self._links.values()):
@@ -283,17 +300,10 @@ class Links:
                 link.close()
 
     async def _check(self) -> None:
-        """Notice silence, of others and of this process."""
-        loop = asyncio.get_running_loop()
-        before = loop.time()
         while True:
             await asyncio.sleep(CHECK_S)
-            now = loop.time()
             for link in list(self._links.values()):
-                if now - before > 2 * CHECK_S:
-                    link.see(now)
-                link.check(now)
-            before = now
+                link.check()
 
 
 def _add(lost: dict[str, None], request_ids: Iterable[str]) -> None:
@@ -320,3 +330,9 @@ def only_of(placed: Mapping[str, Placed], output: StepOutput) -> StepOutput:
         finishes=tuple(each for each in output.finishes if each.request_id in placed),
         notices=tuple(each for each in output.notices if each.request_id in placed),
     )
+
+
+def is_same(one: ModelInfo, other: ModelInfo) -> bool:
+    """Whether two replicas give the same answers to what fits both."""
+    names = ("name", "dtype", "vocab_size", "max_model_len", "block_size", "quantization")
+    return all(getattr(one, name) == getattr(other, name) for name in names)

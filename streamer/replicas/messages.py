@@ -169,6 +169,12 @@ class Left(msgspec.Struct, frozen=True, tag=True):
     request_id: str
 
 
+class Shared(msgspec.Struct, frozen=True, tag=True):
+    """Another ingress follows this request as well."""
+
+    request_id: str
+
+
 class Settled(msgspec.Struct, frozen=True, tag=True):
     """See Settle."""
 
@@ -186,4 +192,4 @@ class Draining(msgspec.Struct, frozen=True, tag=True):
 
 
 ToReplica = Begin | Submit | Attach | Cancel | Leave | Hold | Taken | Settle | View | Forget
-ToIngress = Welcome | Answer | Found | News | Left | Settled | Seen | Draining | Forget
+ToIngress = Welcome | Answer | Found | News | Left | Shared | Settled | Seen | Draining | Forget

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from streamer.engine.stream import TokenStream
 
 BEAT_S: Final = 1.0
-# A replica that stood still for so long has been given up (link.py: SILENT_S, which is longer): its
-# requests go on elsewhere, and it must not answer for them.
-STALLED_S: Final = 4.0
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +86,6 @@ class ReplicaServer:
         self._ingresses: set[Ingress] = set()
         self._listener: asyncio.Server | None = None
         self._beat: asyncio.TimerHandle | None = None
-        self._beaten = 0.0
 
     @property
     def is_dead(self) -> bool:
@@ -119,7 +115,6 @@ class ReplicaServer:
         self._listener = await loop.create_server(self._accept, self._host, self._port)
         host, port = self._listener.sockets[0].getsockname()[:2]
         self.address = f"{host}:{port}"
-        self._beaten = loop.time()
         self._beat = loop.call_later(BEAT_S, self._on_beat)
 
     async def drain(self, deadline_s: float) -> None:
@@ -178,27 +173,9 @@ class ReplicaServer:
             held = [request_id in ingress.held for ingress in followers or ()]
             stream.hold(bool(held) and all(held))
 
-    # ------------------------------------------------------------ time
-
-    def require_awake(self) -> None:
-        """Give up what is followed, if this process stood still; called before it does anything."""
-        now = asyncio.get_running_loop().time()
-        if now - self._beaten <= STALLED_S:
-            return
-        log.error(
-            "the replica stood still for %.1f s: what it ran goes on elsewhere", now - self._beaten
-        )
-        self._beaten = now
-        for request_id in list(self.followers):
-            self.engine.forget(request_id)
-        self._close_connections()
-
     def _on_beat(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.require_awake()
-        self._beaten = loop.time()
         if self.engine.is_dead:
             self._close_connections()
         for ingress in list(self._ingresses):
             ingress.send_news()
-        self._beat = loop.call_later(BEAT_S, self._on_beat)
+        self._beat = asyncio.get_running_loop().call_later(BEAT_S, self._on_beat)

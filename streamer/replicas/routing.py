@@ -1,7 +1,7 @@
 """Routing: which replica gets a request: the one with the longest prefix of it, unless it is busy.
 
 Pure values: `Known` is what this ingress knows of a replica's prefix cache, `choose` decides.
-Called by cluster.py for every request.
+Called by cluster.py for every request, and again when its replica is lost.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Named(Protocol):
 N = TypeVar("N", bound=Named)
 
 
-def choose_for_moved(candidates: Sequence[N], request_id: str) -> N | None:
-    """The replica where a request goes on: every ingress that reads it takes the same."""
+def choose_alike(candidates: Sequence[N], request_id: str) -> N | None:
+    """The replica where a request goes on that several ingresses read: each takes the same."""
 
     def score(each: N) -> bytes:
         return blake2b(f"{each.name} {request_id}".encode(), digest_size=8).digest()

@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 NAMESPACE: Final = "streamer"
 # Of no use to a replica, and Ray keeps what it is given.
 SECRETS: Final = ("api_key", "key_limits", "metrics_key")
+REPORT_S: Final = 2.0  # Ray exports metrics every few seconds
 HEALTH_PERIOD_S: Final = 1.0
-# Ray Serve ends a replica that was silent three times for so long; ingresses gave it up after the
-# first (link.py: SILENT_S).
+# Ray Serve ends a replica that was silent three times for so long; ingresses gave it up before the
+# first was over (link.py: SILENT_S).
 HEALTH_TIMEOUT_S: Final = 5.0
 STOP_S: Final = 15.0  # beyond drain_timeout, for what ends after it
 # Beyond both: until Ray Serve has killed a process that stands still, which holds its journal.
@@ -143,7 +144,7 @@ class Replica:
         secret = await self._directory.secret.remote()
         host = ray.util.get_node_ip_address()
         self._address = ""
-        self._renewing = asyncio.create_task(self._renew())
+        self._tasks = [asyncio.create_task(self._renew())]
         try:
             self._server = await start_when_free(
                 lambda: ReplicaServer(config, name=self._name, secret=secret, host=host),
@@ -153,6 +154,7 @@ class Replica:
             await self._leave()
             raise
         self._address = self._server.address
+        self._tasks.append(asyncio.create_task(self._report()))
         log.info("replica %s takes requests at %s", self._name, self._address)
 
     async def check_health(self) -> None:
@@ -176,7 +178,8 @@ class Replica:
         await self._leave()
 
     async def _leave(self) -> None:
-        self._renewing.cancel()
+        for task in self._tasks:
+            task.cancel()
         await self._directory.release.remote(self._name, self._holder)
 
     async def _claim(self) -> str:
@@ -199,6 +202,16 @@ class Replica:
                     log.critical("replica %s is another process by now", self._name)
                     os._exit(1)
             await asyncio.sleep(RENEW_S)
+
+    async def _report(self) -> None:
+        from ray.serve import metrics
+
+        from streamer.replicas.ray_metrics import RayMetrics
+
+        ours = RayMetrics(self._server.engine, metrics)
+        while True:
+            ours.report()
+            await asyncio.sleep(REPORT_S)
 
 
 async def start_when_free(make: Callable[[], ReplicaServer], deadline_s: float) -> ReplicaServer:

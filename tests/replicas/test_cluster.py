@@ -162,7 +162,7 @@ async def test_a_refused_request_is_tried_elsewhere_and_then_refused() -> None:
         assert one.get(stream.request_id) is None
 
 
-async def test_grammars_beams_and_log_probabilities_come_through() -> None:
+async def test_log_probabilities_come_through() -> None:
     async with replicas() as found, found.ingress() as cluster:
         params = SamplingParams(max_tokens=6, logprobs=2, prompt_logprobs=1, n=2, ignore_eos=True)
         stream = cluster.submit(replace(request(), params=params))
@@ -305,3 +305,54 @@ async def test_a_deadline_is_counted_from_the_beginning_wherever_it_runs() -> No
         assert 0.5 < time.time() - now < 4.0
         await until(lambda: not cluster._placed)
         assert not cluster._streams._leaving
+
+
+async def test_a_connection_that_breaks_alone_costs_nothing() -> None:
+    async with replicas(1, model="fake:tokens_per_s=500") as found, found.ingress() as cluster:
+        asked = request()
+        stream = cluster.submit(asked)
+        reading = asyncio.create_task(read(stream))
+        await until(lambda: stream.num_output_tokens > 20)
+        (link,) = cluster._links.connected
+        link.close()
+        assert await reading == undisturbed(asked)
+        assert found.servers["r0"].engine.stats.generated_tokens == 300  # none twice
+
+
+async def test_what_is_lost_goes_on_where_its_prefix_is() -> None:
+    async with replicas(4, model="fake:tokens_per_s=500") as found, found.ingress() as cluster:
+        asked = [request(i) for i in range(8)]
+        streams = [cluster.submit(each) for each in asked]
+        reading = [asyncio.create_task(read(stream)) for stream in streams]
+        await until(lambda: all(s.num_output_tokens > 20 for s in streams))
+        moved = [p for p in cluster._placed.values() if p.link and p.link.name == "r0"]
+        assert len(moved) == 2
+        for placed, name in zip(moved, ("r1", "r3"), strict=True):
+            cluster._links._links[name].known.add(placed.hashes)
+        await found.servers.pop("r0").aclose()
+        await until(lambda: all(placed.is_moved and placed.link for placed in moved))
+        assert [placed.link.name for placed in moved if placed.link] == ["r1", "r3"]
+        assert await asyncio.gather(*reading) == [undisturbed(each) for each in asked]
+
+
+@pytest.mark.parametrize("num_tokens", [100, 5000])
+async def test_a_replica_that_began_again_is_not_believed_before_one_that_is_further(
+    num_tokens: int,
+) -> None:
+    async with replicas(model="fake:tokens_per_s=500") as found, found.ingress() as cluster:
+        name = "0" * 24 + "r0"
+        asked = replace(request(max_tokens=num_tokens), request_id=name, detach_s=None)
+        engines = [found.servers[each].engine for each in ("r0", "r1")]
+        further = engines[1].submit(asked)
+        await until(lambda: further.num_output_tokens >= 100)
+        engines[0].submit(asked)
+        stream = await cluster.find(name)
+        assert stream is not None
+        assert stream.num_output_tokens >= 100
+        assert stream.is_finished is (num_tokens == 100)
+        if not stream.is_finished:
+            await until(lambda: engines[0].get(name) is None)
+            cluster.cancel(name)
+            await until(lambda: stream.is_finished)
+        tokens = list(stream.token_ids())
+        assert tokens == undisturbed(request(max_tokens=len(tokens)))

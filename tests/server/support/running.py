@@ -60,6 +60,7 @@ class Running:
         self.url = ""
         self.exit_code: int | None = None
         self.engine: Any  # an Engine, of which tests know what it is made of
+        self.replicas: dict[str, ReplicaServer] = {}  # of a cluster, by name
         self._error: BaseException | None = None
         self._is_ready = threading.Event()
         # A daemon, so that pytest ends although a failed test never stopped it.
@@ -98,17 +99,17 @@ class Running:
         if not names:
             yield self.build()
             return
-        replicas = [ReplicaServer(self.config, name=name, secret=SECRET) for name in names]
 
         async def members() -> Sequence[Member]:
-            return [Member(each.name, each.address) for each in replicas]
+            return [Member(name, each.address) for name, each in self.replicas.items()]
 
         try:
-            for each in replicas:
-                await each.start()
+            for name in names:
+                self.replicas[name] = ReplicaServer(self.config, name=name, secret=SECRET)
+                await self.replicas[name].start()
             yield Cluster(self.config, members, SECRET)
         finally:
-            for each in replicas:
+            for each in self.replicas.values():
                 await each.aclose()
 
     def on_loop(self, work: Coroutine[Any, Any, T], deadline_s: float = DEADLINE_S) -> T:
