@@ -240,6 +240,7 @@ async def test_what_loading_left_is_frozen_while_it_serves(monkeypatch: pytest.M
     """By the command alone: a server in another program leaves the program's heap as it is."""
 
     async def serve(*_: object, on_ready: Callable[[str], None]) -> int:
+        assert gc.get_threshold()[0] == 0  # no collection
         on_ready("http://x")
         return 0 if gc.get_threshold() == COLLECT_AFTER and gc.get_freeze_count() > before else 1
 

@@ -63,7 +63,7 @@ INLINE void store_codes(int8_t *codes, float *scale, const void *x, int64_t D, i
 }
 
 INLINE vf value_of(vb codes, int kind) {
-    vi wide = __builtin_convertvector(codes, vi);
+    vi wide = widened(codes);
     if (kind == INT8) return __builtin_convertvector(wide, vf);
     vi bits = ((wide & 0x80) << 24) | ((wide & 0x7f) << 20);
     return (vf)bits * 0x1p120f; /* the exponent's bias: 127 instead of 7; subnormals, too */

@@ -24,7 +24,7 @@
 #endif
 #define TILE (2 * VW)
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 #if defined(__AVX512BF16__) && defined(__AVX512F__)
@@ -106,6 +106,19 @@ INLINE void store_bf16(bf16 *p, vf x) {
     vi is_nan = x != x;
     rounded = (rounded & ~(vu)is_nan) | ((vu)is_nan & 0x7fc0);
     *(vh_any *)p = __builtin_convertvector(rounded, vh);
+}
+
+/* Bytes as integers. As a conversion of vectors GCC 12 takes them one by one. */
+INLINE vi widened(vb x) {
+#if VW == 16
+    return (vi)_mm512_cvtepi8_epi32((__m128i)x);
+#elif VW == 8
+    int64_t bytes;
+    memcpy(&bytes, &x, sizeof bytes);
+    return (vi)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(bytes));
+#else
+    return __builtin_convertvector(x, vi);
+#endif
 }
 
 INLINE vf load(const void *p, int64_t i, int dtype) {

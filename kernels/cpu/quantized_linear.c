@@ -68,9 +68,16 @@ INLINE int64_t zeros_at(const Shape *s, int64_t group) {
 
 /* The zeros of a group of TILE outputs. */
 INLINE void load_zeros(vf zero[2], const char *p) {
-    vi both = __builtin_convertvector(*(const vb_any *)p, vi);
+    vi both = widened(*(const vb_any *)p);
     zero[0] = __builtin_convertvector(both & 15, vf);
     zero[1] = __builtin_convertvector(both >> 4 & 15, vf);
+}
+
+/* What the sum of a block begins with: less its zeros times the sum of activations, which as floats
+ * are exact and have the bits of the integers: a step less than to subtract the products at the
+ * end. */
+INLINE vi start_less(vf zero, float activations) {
+    return (vi)(splat(12582912.0f) - zero * splat(activations));
 }
 
 enum { NIBBLES, LOOKED_UP, SIXES, BYTES, KINDS };
@@ -140,14 +147,18 @@ INLINE void multiply_codes(float *sum, const char *x, int64_t stride, const char
     int64_t group = first / shape->per_group, begun = first % shape->per_group;
     int64_t left = shape->per_group - begun; /* blocks of this group */
     const char *header = panel + group_at(shape, group);
-    const char *zeros = shape->form & ZEROS ? panel + zeros_at(shape, group) : 0;
+    const char *zeros = 0;
+    if (kind == NIBBLES && shape->form & ZEROS) zeros = panel + zeros_at(shape, group);
     const char *data = header + shape->header + begun * shape->block_bytes;
     for (int64_t b = first, at = 0; b < last; b++, at += record) {
         vi s[ROWS_MAX][2];
+        vf zero[2] = {{0}};
+        if (zeros) load_zeros(zero, zeros);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
             const Record *a = (const Record *)(from[r] + at);
             s[r][0] = s[r][1] = start(a->start, a->sum, is_small);
+            for (int j = 0; j < 2 && zeros; j++) s[r][j] = start_less(zero[j], a->as_float);
         }
         for (int64_t i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 0);
         int64_t k = at + RECORD_BYTES;
@@ -155,8 +166,7 @@ INLINE void multiply_codes(float *sum, const char *x, int64_t stride, const char
             dot_codes(s, data, from, k, table, rows, kind);
         int64_t apart = is_wide ? VW * 4 : VW * 2;
         vf scale[2] = {load_scales(header, is_wide), load_scales(header + apart, is_wide)};
-        vf zero[2] = {{0}}, offset[2] = {{0}};
-        if (zeros) load_zeros(zero, zeros);
+        vf offset[2] = {{0}};
         if (offsets) {
             offset[0] = load_scales(header + offsets, is_wide);
             offset[1] = load_scales(header + offsets + apart, is_wide);
@@ -166,7 +176,6 @@ INLINE void multiply_codes(float *sum, const char *x, int64_t stride, const char
             const Record *a = (const Record *)(from[r] + at);
             for (int j = 0; j < 2; j++) {
                 vf product = to_floats(s[r][j]);
-                if (zeros) product -= zero[j] * splat(a->as_float); /* exact: integers */
                 if (kind == BYTES) product *= splat(a->scale);
                 total[r][j] += product * scale[j];
                 float activations = kind == BYTES ? a->scale * a->as_float : a->as_float;

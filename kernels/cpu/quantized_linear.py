@@ -139,7 +139,7 @@ def block_of(weight: QuantizedWeight) -> tuple[int, int]:
 def zero_points(weight: QuantizedWeight) -> torch.Tensor | None:
     """The zero points uint8 [N, groups] of a weight whose offsets are those of 4-bit codes; else
     None. A first row tells most others."""
-    if weight.offsets is None or weight.zero or packed_bits(weight) > 4:
+    if weight.offsets is None or weight.zero or packed_bits(weight) > 4 or weight.table is not None:
         return None
     zeros = torch.empty(0)
     for rows in (slice(0, 1), slice(None)):

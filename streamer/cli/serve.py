@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import ipaddress
 import logging
 import os
@@ -77,6 +78,7 @@ def _engine_of(config: Config) -> Engine:
 
 
 async def _serve(config: Config, console: Console) -> int:
+    gc.set_threshold(0)  # until it is ready: what imports make is kept, and to look takes 0.1 s
     from streamer.server.lifecycle import serve
 
     engine = _engine_of(config)

@@ -206,7 +206,6 @@ async def _start(
     engine: Engine, server: Server, on_ready: Callable[[str], None] | None, url: str
 ) -> None:
     began = time.perf_counter()
-    gc.set_threshold(0)  # imports and loading make no garbage, and looking for it takes a tenth
     try:
         await engine.start()
     except BaseException:

@@ -205,6 +205,9 @@ def test_rates_of_threads_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = (machine.total_rate(lambda: lambda: time.sleep(0.001), n, 3.0) for n in (1, 2))
     assert 0 < one < 3000
     assert two > 1.2 * one  # sleeping threads do not share a core
+    tries: list[list[float]] = []
+    machine.total_rate(lambda: lambda: None, 1, 1.0, lambda found: tries.append(found) or 0.0)
+    assert len(tries[0]) == machine.TRIES
 
 
 def test_a_whole_run_with_the_fake_model(
