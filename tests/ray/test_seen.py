@@ -60,28 +60,30 @@ def test_a_program_has_answers_of_both_replicas() -> None:
     assert [len(check_counting(text)) for text in texts] == [NUM_TOKENS] * 8
 
 
-def dashboard_of(app: UnderRay) -> str:
+def dashboard_of(app: UnderRay) -> httpx.Client:
+    """Of the Ray that it began, with Ray's token."""
     found = re.search(r"http://[\d.]+:\d+", app.log.read_text())
     assert found, app.log.read_text()[-4000:]
-    return found[0]
+    token = (Path.home() / ".ray" / "auth_token").read_text().strip()
+    headers = {"authorization": f"Bearer {token}"}
+    return httpx.Client(base_url=found[0], headers=headers, timeout=20.0)
 
 
-def exported(dashboard: str) -> str:
+def exported(dashboard: httpx.Client) -> str:
     """What Ray has for Prometheus on every machine of its cluster."""
-    nodes = httpx.get(dashboard + "/nodes?view=summary", timeout=20.0).json()["data"]["summary"]
+    nodes = dashboard.get("/nodes?view=summary").json()["data"]["summary"]
     ports = [(n["raylet"]["nodeManagerAddress"], n["raylet"]["metricsExportPort"]) for n in nodes]
     texts = [httpx.get(f"http://{host}:{port}/metrics", timeout=20.0).text for host, port in ports]
     return "".join(texts)
 
 
 def test_the_dashboard_and_the_metrics_have_replicas_and_their_counts(tmp_path: Path) -> None:
-    with UnderRay.application(tmp_path, FAKE) as app:
+    with UnderRay.application(tmp_path, FAKE) as app, dashboard_of(app) as dashboard:
         wait_for(lambda: len(app.metric("streamer_steps_total")) == 2, "no second replica")
         body: dict[str, Any] = {"input": "count", "ignore_eos": True, "max_output_tokens": 20}
         answer = httpx.post(app.url + "/v1/responses", json=body, timeout=20.0)
         assert answer.status_code == 200
-        dashboard = dashboard_of(app)
-        shown = httpx.get(dashboard + "/api/serve/applications/", timeout=20.0).json()
+        shown = dashboard.get("/api/serve/applications/").json()
         found = shown["applications"]["streamer"]
         assert found["status"] == "RUNNING"
         assert {name: len(d["replicas"]) for name, d in found["deployments"].items()} == {
