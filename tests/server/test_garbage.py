@@ -35,11 +35,14 @@ def in_cycles() -> Counter[str]:
 
 
 @pytest.mark.usefixtures("no_collections")
+@pytest.mark.parametrize("connection", ["keep-alive", "close"])
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_a_request_that_has_ended_leaves_no_cycle(server_with: Any, is_stream: bool) -> None:
+def test_a_request_that_has_ended_leaves_no_cycle(
+    server_with: Any, is_stream: bool, connection: str
+) -> None:
     server: Running = server_with()
     body = {"prompt": "count", "max_tokens": 8, "stream": is_stream}
-    with httpx.Client(base_url=server.url) as client:
+    with httpx.Client(base_url=server.url, headers={"connection": connection}) as client:
 
         def ask() -> None:
             for _ in range(NUM_REQUESTS):
@@ -51,4 +54,5 @@ def test_a_request_that_has_ended_leaves_no_cycle(server_with: Any, is_stream: b
         ask()
         found = in_cycles()
     ours = {"Sequence", "RequestResponseCycle", "EventStream", "Task", "coroutine"}
+    ours |= {"limited.<locals>.Limited", "TurnTransport"}
     assert {name: found[name] for name in ours if found[name] >= NUM_REQUESTS} == {}

@@ -91,6 +91,10 @@ class _Parser(httptools.HttpRequestParser):
                 raise
 
 
+def _nothing() -> None:
+    pass
+
+
 class LimitedHttpProtocol(HttpToolsProtocol):
     """Refuses heads over the limits, and connections beyond `addresses` and `max_connections`.
 
@@ -139,6 +143,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._on_time = _nothing  # else a cycle
         self._connection.lost()
         for cycle in (self._running, *(cycle for cycle, _ in self.pipeline)):
             if cycle is not None and not cycle.response_complete:

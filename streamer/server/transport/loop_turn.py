@@ -45,6 +45,10 @@ class Turn:
             transport.flush()
 
 
+def _drop(data: bytes) -> None:
+    pass
+
+
 class TurnTransport(asyncio.Transport):
     """A transport that writes everything of one loop turn together, at the turn's end.
 
@@ -149,8 +153,9 @@ class TurnTransport(asyncio.Transport):
             self._read_part()
 
     def lost(self) -> None:
-        """The connection is lost: unread data is dropped."""
+        """The connection is lost: unread data is dropped, and the protocol let go, a cycle."""
         self._unread = memoryview(b"")
+        self._feed = _drop
         self._on_lost()
 
     def pause_reading(self) -> None:
