@@ -109,6 +109,14 @@ class StreamingWebSocket(WebSocketsSansIOProtocol):
         cast("TurnTransport", self.transport).lost()
         super().connection_lost(exc)
 
+    def shutdown(self) -> None:
+        """Close an open connection with 1012; uvicorn's raises for one that its peer is closing."""
+        if self.handshake_complete and self.conn.state is not OPEN:
+            self.stop_keepalive()
+            self.transport.close()
+        else:
+            super().shutdown()
+
     def data_received(self, data: bytes) -> None:
         """Feed the parser, part by part."""
         cast("TurnTransport", self.transport).receive(data, self._parse)

@@ -172,6 +172,18 @@ async def test_other_work_goes_on_between_two_events_of_a_socket() -> None:
 # ---------------------------------------------------------------- ends
 
 
+async def test_a_server_that_ends_while_a_peer_closes_its_connection_ends_in_order() -> None:
+    written: list[bytes] = []
+    protocol = await protocol_with(written)
+    protocol.handshake_complete = True
+    protocol.transport = SimpleNamespace(  # type: ignore[assignment]
+        write=written.append, is_closing=lambda: False, close=lambda: None
+    )
+    protocol._parse(client_frame(8, b"\x03\xe8"))
+    protocol.shutdown()
+    assert written == [Frame(Opcode.CLOSE, b"\x03\xe8").serialize(mask=False)]
+
+
 def test_a_close_inside_a_fragmented_message_is_a_close(server: Running) -> None:
     with opened(server) as raw:
         raw.sendall(client_frame(1, b"{", is_last=False) + client_frame(8, b"\x03\xe8"))
