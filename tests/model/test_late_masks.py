@@ -92,8 +92,8 @@ def alone(folder: Path, seed: int, params: SamplingParams, count: int = 20) -> l
 
 
 def finish(engine: SyncEngine, names: list[str]) -> None:
-    """Steps until these have ended, which takes no more than what they draw."""
-    for _ in range(60):
+    """Steps until these have ended; while others wait, each of them blocks no step."""
+    for _ in range(400):
         if all((name, 0) in engine.finishes for name in names):
             return
         engine.step()
