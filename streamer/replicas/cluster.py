@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import secrets
 import time
 from collections import deque
@@ -44,7 +43,7 @@ from streamer.errors import (
     StreamerError,
 )
 from streamer.replicas import messages
-from streamer.replicas.link import Directory, Link, Links, Placed, Search, is_same, only_of
+from streamer.replicas.link import Directory, Link, Links, Placed, Search, is_same, name_in, only_of
 from streamer.replicas.routing import choose, choose_alike
 
 FIND_S: Final = 3.0
@@ -56,9 +55,6 @@ ORPHAN_S: Final = 60.0
 MAX_MOVES: Final = 5  # without a token in between
 ATTACH_S: Final = 5.0  # that a stream which was found waits for its reader at least
 NO_REPLICA_RETRY_S: Final = 2.0
-
-# An id is random digits, and the name of a replica: it may have moved since.
-NAMED: Final = re.compile(r"[0-9a-f]{24}([A-Za-z]\w*)$")
 log = logging.getLogger(__name__)
 
 
@@ -262,7 +258,9 @@ class Cluster(Engine):
                 raise self.unavailable()
             search = self._searches[request_id] = Search(request_id, links)
         if await within(FIND_S, asyncio.shield(search.found)):
-            return search.found.result()
+            stream = search.found.result()
+            if stream is not None or not self._links.is_away(request_id):
+                return stream
         self._searches.pop(request_id, None)
         if (stream := self.get(request_id)) is not None:
             return stream
@@ -308,8 +306,8 @@ class Cluster(Engine):
 
     def _link_in(self, request_id: str) -> Link | None:
         """The replica that an id names."""
-        named = NAMED.search(request_id)
-        found = [link for link in self._links.connected if named and link.name == named[1]]
+        name = name_in(request_id)
+        found = [link for link in self._links.connected if link.name == name]
         return found[0] if found else None
 
     def _move(self, placed: Placed) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
@@ -28,9 +29,14 @@ SILENT_S: Final = 4.0  # with CHECK_S and the way elsewhere, streams go on withi
 CHECK_S: Final = 0.5
 POLL_S: Final = 1.0
 CONNECT_S: Final = 5.0
+# A replica that was lost may be back so soon with what it has: until then that is not unknown.
+AWAY_S: Final = 60.0
 MAX_KNOWN: Final = 1 << 18  # blocks, at about 150 bytes
 MAX_GONE: Final = 256  # replicas
 MAX_LOST: Final = 1 << 14  # requests of each of them
+
+# An id is random digits, and the name of a replica: it may have moved since.
+NAMED: Final = re.compile(r"[0-9a-f]{24}([A-Za-z]\w*)$")
 
 Directory = Callable[[], Awaitable[Sequence[Member]]]
 log = logging.getLogger(__name__)
@@ -231,6 +237,7 @@ class Links:
         self._links: dict[str, Link] = {}
         # What replicas ran, or had kept, that are not connected now: they may come back with it.
         self._lost: dict[str, dict[str, None]] = {}
+        self._lost_at: dict[str, float] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -248,8 +255,15 @@ class Links:
         lost = self._lost.pop(link.name, {})
         self._lost[link.name] = lost
         _add(lost, request_ids)
+        self._lost_at[link.name] = asyncio.get_running_loop().time()
         if len(self._lost) > MAX_GONE:
-            del self._lost[next(iter(self._lost))]
+            oldest = next(iter(self._lost))
+            del self._lost[oldest], self._lost_at[oldest]
+
+    def is_away(self, request_id: str) -> bool:
+        """Whether the replica that the id names was lost lately, and is not back."""
+        lost_at = self._lost_at.get(name_in(request_id))
+        return lost_at is not None and asyncio.get_running_loop().time() - lost_at < AWAY_S
 
     def give_up(self, request_id: str) -> None:
         """Replicas that are not connected are to forget a request when they come back."""
@@ -258,6 +272,7 @@ class Links:
 
     def taken_from(self, link: Link) -> Sequence[str]:
         """What a replica that is back is to forget."""
+        self._lost_at.pop(link.name, None)
         return tuple(self._lost.pop(link.name, ()))
 
     def start(self) -> None:
@@ -304,6 +319,12 @@ class Links:
             await asyncio.sleep(CHECK_S)
             for link in list(self._links.values()):
                 link.check()
+
+
+def name_in(request_id: str) -> str:
+    """The replica that an id names; empty: none."""
+    named = NAMED.search(request_id)
+    return named[1] if named else ""
 
 
 def _add(lost: dict[str, None], request_ids: Iterable[str]) -> None:

@@ -356,3 +356,21 @@ async def test_a_replica_that_began_again_is_not_believed_before_one_that_is_fur
             await until(lambda: stream.is_finished)
         tokens = list(stream.token_ids())
         assert tokens == undisturbed(request(max_tokens=len(tokens)))
+
+
+async def test_what_a_lost_replica_may_come_back_with_is_not_unknown(tmp_path: Path) -> None:
+    async with replicas(journal=str(tmp_path)) as found, found.ingress() as one:
+        name = "0" * 24 + "r0"
+        asked = replace(request(), request_id=name, is_durable=True)
+        assert await read(one.submit(asked)) == undisturbed(asked)
+        async with found.ingress() as other:
+            await found.servers.pop("r0").aclose()
+            await until(lambda: len(other.counts) == 1)
+            with pytest.raises(Overloaded):
+                await other.find(name)
+            await found.add("r0")
+            await until(lambda: len(other.counts) == 2)
+            twin = await other.find(name)
+            assert twin is not None
+            assert await read(twin) == undisturbed(asked)
+            assert await other.find("1" * 24 + "r0") is None
