@@ -133,10 +133,13 @@ class Facts(msgspec.Struct, frozen=True):
     decode_s           seconds of a step that only decodes; 0: none was seen yet
     step_s             (tokens, seconds): what a step without prompt chunks takes, by the number of
                        tokens it computes, ascending; running means of measured steps: on a CPU from
-                       the beginning of one to that of the next, on a GPU the device's time
+                       the beginning of one to that of the next but for drafting, on a GPU the
+                       device's time
     verify_s           the same of steps in which a row verifies provisional tokens
+    verified_s, num_verified  seconds that these have taken so far, and how many they were
     draft_s            seconds a draft model takes for one token of all rows that it drafts for; 0:
                        there is none, or none was seen yet
+    drafting_s         seconds that a draft model has taken so far
     swap_bytes_per_s   measured host-device bandwidth
     swap_fixed_s       fixed cost of a swap, one way
     swap_s             seconds that swap copies have taken so far, both ways
@@ -149,7 +152,10 @@ class Facts(msgspec.Struct, frozen=True):
     decode_s: float = 0.0
     step_s: tuple[tuple[int, float], ...] = ()
     verify_s: tuple[tuple[int, float], ...] = ()
+    verified_s: float = 0.0
+    num_verified: int = 0
     draft_s: float = 0.0
+    drafting_s: float = 0.0
     swap_bytes_per_s: float = 1e10
     swap_fixed_s: float = 1e-4
     swap_s: float = 0.0

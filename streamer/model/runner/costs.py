@@ -39,8 +39,8 @@ class Widths:
         self._shown: tuple[tuple[int, float], ...] = ()
         self._unseen = 0  # steps that are not in it
 
-    def saw(self, seconds: float, num_tokens: int, number: int) -> None:
-        """A step took this long; numbers ascend."""
+    def saw(self, seconds: float, num_tokens: int, number: int) -> float:
+        """A step took this long; numbers ascend. Returns the seconds that count."""
         bucket = _bucket(num_tokens)
         tokens, before = self._means.get(bucket, (num_tokens, seconds))
         count = self._counts[bucket] = self._counts.get(bucket, 0) + 1
@@ -52,6 +52,7 @@ class Widths:
         )
         self._latest[bucket] = number
         self._unseen += RENEWED if count == 1 else 1
+        return seconds
 
     def forget(self, upto: int) -> None:
         """Forget the widths that only steps up to this number had."""
@@ -76,9 +77,11 @@ class Costs:
         self._prefill_s: float | None = None
         self._decode_s: float | None = None
         self._plain, self._verifying = Widths(), Widths()
-        self._num_decodes = 0
+        self._num_decodes = self._num_verified = 0
+        self._verified_s = 0.0
         self._draft_s: float | None = None
         self._shortest_draft_s = 0.0
+        self._drafting_s = 0.0
         self._swap_s = 0.0
         self._swap_fixed_s, self._probed = probe()
         self._swap_s_per_byte = self._probed
@@ -87,7 +90,10 @@ class Costs:
         """From the beginning of a step without prompt chunks to that of the next."""
         self._num_decodes += 1
         widths = self._verifying if is_verification else self._plain
-        widths.saw(seconds, num_tokens, self._num_decodes)
+        seconds = widths.saw(seconds, num_tokens, self._num_decodes)
+        if is_verification:
+            self._verified_s += seconds
+            self._num_verified += 1
         if self._num_decodes % REMEMBERED == 0:
             self._plain.forget(self._num_decodes - REMEMBERED)
             self._verifying.forget(self._num_decodes - REMEMBERED)
@@ -116,6 +122,10 @@ class Costs:
         self._shortest_draft_s = min(shortest_s, seconds)
         self._draft_s = _mean(self._draft_s, seconds)
 
+    def saw_drafting(self, seconds: float) -> None:
+        """All that a draft model took after a step, also for tokens it had to catch up with."""
+        self._drafting_s += seconds
+
     def saw_swap(self, seconds: float, num_blocks: int, *, is_first: bool = False) -> None:
         """The seconds of copying num_blocks in one direction; `is_first`: into memory that had to
         be allocated, which later copies do not pay for."""
@@ -134,8 +144,11 @@ class Costs:
             prefill_s=prefill_s,
             decode_s=self._decode_s or 0.0,
             draft_s=self._draft_s or 0.0,
+            drafting_s=self._drafting_s,
             step_s=self._plain.means(),
             verify_s=self._verifying.means(),
+            verified_s=self._verified_s,
+            num_verified=self._num_verified,
             swap_bytes_per_s=1 / self._swap_s_per_byte,
             swap_fixed_s=self._swap_fixed_s,
             swap_s=self._swap_s,

@@ -128,7 +128,7 @@ class CpuRunner:
         inputs = self._rows.inputs(plan)
         result = self._draw(plan.number, inputs)
         if self._drafter is not None and inputs.batch is not None:
-            self._drafter.follow(plan, inputs.batch.slots)
+            self._drafter.follow(inputs.batch.slots)
         if inputs.scored is None:  # scoring's time is no prefill cost
             took_s = time.perf_counter() - began
             verifies = any(chunk.num_draws > 1 for chunk in plan.chunks)
@@ -175,7 +175,13 @@ class CpuRunner:
         if not plan.drafts:
             return result
         drafts = [draft for draft in plan.drafts if draft[0] not in result.late]
+        began = time.perf_counter()
         proposals = self._drafter.propose(drafts)
+        took_s = time.perf_counter() - began
+        self._costs.saw_drafting(took_s)
+        if self._decoding is not None:  # with it, plain steps would seem to take what drafts do
+            before, num_tokens, verifies = self._decoding
+            self._decoding = before + took_s, num_tokens, verifies
         return msgspec.structs.replace(result, proposals=proposals)
 
     def _update_rows(self, plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""Drafter: a small model that computes along with the runner's rows and proposes their next tokens.
+"""Drafter: a small model that proposes the next tokens of the runner's rows.
 
 Owns the draft model's KV pool, whose blocks have the ids of the runner's pool, and how far each is
 filled; what is not filled is computed when a row drafts. Its draws have the row's parameters and
@@ -21,6 +21,8 @@ from streamer.model.runner.inputs import Ints, Rows
 from streamer.model.runner.interface import CausalModel, RunnerSizes
 from streamer.model.sampling.host import Sampler
 from streamer.model.sampling.runs import FAILED
+
+NOTED = 64  # steps whose written slots are kept, at most
 
 
 class DraftModel(NamedTuple):
@@ -70,6 +72,7 @@ class Drafter:
         shape = model.num_layers, size, model.num_kv_heads, model.head_dim, model.dtype
         self._pool = kernels.new_pool(sizes.num_blocks + num_spares, *shape)
         self._filled: Ints = np.zeros(sizes.num_blocks, np.int64)  # tokens from a block's start on
+        self._written: list[Ints] = []  # slots that steps wrote since that was seen to
         self._tokens: dict[int, list[int]] = {}  # known ones, of rows that may speculate
         self._forked: frozenset[int] = frozenset()  # rows of this plan that share a block's rest
         model.prepare(sizes.limits)
@@ -83,6 +86,8 @@ class Drafter:
             if join.params.speculation:
                 self._tokens[join.row] = list(join.tokens)
         self._forked = _forked(plan.joins)
+        if plan.copies or plan.swap_in:
+            self._note()
         if plan.copies:
             source, target = np.array(plan.copies).T
             self._kernels.copy_blocks(self._pool, *map(torch.from_numpy, (source, target)))
@@ -90,22 +95,19 @@ class Drafter:
         if plan.swap_in:
             self._filled[[block for _, block in plan.swap_in]] = 0
 
-    def follow(self, plan: Plan, slots: torch.Tensor) -> None:
-        """The runner computes tokens at these slots: what was here before is no more. Prompts that
-        this model has kept up with so far are computed here, too."""
-        prompts = [
-            _Part(chunk.row, chunk.start, chunk.start + chunk.count, 0)
-            for chunk in plan.chunks
-            if chunk.row in self._tokens
-            and not chunk.tokens
-            and chunk.start + chunk.count <= self._draft.max_len
-            and chunk.start <= self._progress(chunk.row, chunk.start)
-        ]
-        block, offset = np.divmod(slots.numpy(), self._size)
-        if (self._filled[block] > offset).any():  # rarely, where rows decode
-            np.minimum.at(self._filled, block, offset)
-        if prompts:
-            self._compute(prompts)
+    def follow(self, slots: torch.Tensor) -> None:
+        """The runner computes tokens at these slots: what was here before is no more. Seen to when
+        it matters: looking at each step's slots would cost steps without drafts some us."""
+        self._written.append(slots.numpy().copy())
+        if len(self._written) == NOTED:
+            self._note()
+
+    def _note(self) -> None:
+        if not self._written:
+            return
+        block, offset = np.divmod(np.concatenate(self._written), self._size)
+        self._written.clear()
+        np.minimum.at(self._filled, block, offset)
 
     def extend(self, result: StepResult) -> None:
         """These tokens are known."""
@@ -116,6 +118,7 @@ class Drafter:
     def propose(self, drafts: Sequence[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
         """For each (row, number of tokens): what this model draws after the known ones, or less:
         nothing for a row that has more tokens left to compute than fit into a step."""
+        self._note()
         proposals: dict[int, tuple[int, ...]] = dict.fromkeys((row for row, _ in drafts), ())
         parts, room = [], self._max_tokens
         for row, asked in sorted(drafts):

@@ -193,6 +193,19 @@ def test_a_row_waits_for_a_plan_only_for_a_long_match() -> None:
     assert list(speculator.wait([seq], DEAR)) == []
 
 
+def test_verifications_are_paid_with_what_they_took() -> None:
+    """Not with an estimate by a lucky measurement: they end when what they took is more."""
+    speculator = Speculator(SIZES)
+    seq, taken, num_verified = begun(speculator, TEXT), 0.0, 0
+    seq.tokens += TEXT[:3]
+    for at in range(3, len(TEXT) - 8):
+        facts = replace(FREE, verified_s=taken, num_verified=num_verified)
+        if chosen(speculator, [seq], 64, facts):
+            taken, num_verified = taken + 0.060, num_verified + 1  # estimated: 0.020
+        seq.tokens.append(TEXT[at])
+    assert 1 <= num_verified <= 3
+
+
 # ---------------------------------------------------------------- a draft model
 
 DRAFTED = replace(SIZES, has_texts=False, has_draft=True)
@@ -202,6 +215,7 @@ def test_a_drafts_proposal_is_used_at_its_place_alone() -> None:
     speculator = Speculator(DRAFTED)
     seq = begun(speculator, TEXT)
     seq.tokens.append(1)
+    speculator.looks(1, 64, FREE)
     ((drafted, length),) = speculator.drafts([seq], FREE)
     assert drafted is seq
     assert 1 <= length <= 8
@@ -218,6 +232,7 @@ def test_a_draft_that_fails_is_tried_again_ever_more_rarely_and_one_that_succeed
     trials = []
     for i in range(6 * FIRST_TRIAL):
         seq.tokens.append(i)
+        speculator.looks(1, 64, FREE)
         if speculator.drafts([seq], FREE):
             trials.append(i)
             speculator.proposed(seq, (1, 2))
@@ -253,6 +268,24 @@ def test_a_draft_that_was_poor_costs_little_and_is_not_given_up(wider_s: float) 
     assert poor[-1][1] < 8
     assert text(300, is_right=True)[0] < 200
     assert text(300, is_right=True)[0] < 100
+
+
+def test_drafts_are_paid_with_what_they_took() -> None:
+    """A hundredth of each step's 20 ms: 0.2 s more than the four steps' time there was takes 600
+    steps, in which nothing is drafted."""
+    speculator = Speculator(DRAFTED)
+    seq = begun(speculator, TEXT)
+    seq.tokens.append(1)
+    speculator.looks(1, 64, FREE)
+    assert speculator.drafts([seq], FREE)
+    after = replace(FREE, drafting_s=0.2)
+    assert speculator.drafts([seq], after) == ()
+    waited = 0
+    while not speculator.has_drafts:
+        speculator.looks(1, 64, after)
+        waited += 1
+    assert 500 < waited < 700
+    assert speculator.drafts([seq], after)
 
 
 def test_without_a_draft_model_nothing_is_drafted() -> None:

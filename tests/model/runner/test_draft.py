@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from streamer.core.plan import Plan
 from streamer.core.sampling import SamplingParams
 from streamer.errors import InvariantViolated
 from streamer.kernels import ops
+from streamer.model.runner import cpu
 from streamer.model.runner.cpu import CpuRunner
 from streamer.model.runner.draft import DraftModel
 from streamer.model.runner.interface import RunnerSizes
@@ -184,3 +186,33 @@ def test_drafts_need_a_draft_model(checkpoint: Any) -> None:
     runner = make_runner(checkpoint("llama", 1))
     with pytest.raises(InvariantViolated, match="no draft model"):
         runner.launch(Plan(number=1, drafts=((0, 3),)))
+
+
+def test_what_a_draft_takes_is_no_part_of_its_step(
+    hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain steps that draft would seem so dear that any draft pays."""
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.001
+        return now
+
+    drafter: Any = hand.runner._drafter
+    propose = drafter.propose
+
+    def slow(drafts: Any) -> Any:
+        nonlocal now
+        now += 100.0
+        return propose(drafts)
+
+    monkeypatch.setattr(drafter, "propose", slow)
+    monkeypatch.setattr(cpu, "time", SimpleNamespace(perf_counter=clock))
+    hand.join(0, random_tokens(9))
+    hand.step({0: 9})
+    for _ in range(12):
+        hand.step(drafts=((0, 1),))
+    facts = hand.runner.facts()
+    assert max(seconds for _, seconds in facts.step_s) < 1.0
+    assert facts.drafting_s >= 1200.0
