@@ -377,6 +377,7 @@ class Device:
             failed={**result.failed, number: "not finite"},
             prompt_logprobs=result.prompt_logprobs,
             candidates=candidates,
+            late=result.late,
         )
 
     def _read(self, row: Row) -> bool:
