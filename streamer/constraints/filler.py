@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from queue import PriorityQueue
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -296,7 +297,8 @@ class Behind:
 
     def _run(self) -> None:
         if sys.platform == "linux":  # where a priority is a thread's
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+            with suppress(OSError):  # a sandbox may forbid it
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while True:
             used_s, _, wanted = self._queue.get()
             if wanted is None:

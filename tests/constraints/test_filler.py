@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -98,6 +99,23 @@ def test_what_is_late_comes_later_and_is_the_same(rows: Rows) -> None:
     assert begun.wait(0.0)
     assert rows.texts(begun.take(is_alone=False).words) == ["cd"]
     assert [row.was_late for row in rows.rows] == [False, True, False, False]
+
+
+def test_masks_come_where_a_sandbox_forbids_priorities(
+    rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that they came from ended at once, and their rows waited without end."""
+
+    def forbidden(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(module.os, "setpriority", forbidden)
+    rows.compiled[0].took(1.0, 1)
+    rows.open(0)
+    rows.filler.begin(rows.wanted(0)).take(is_alone=False)
+    rows.filler.wait(lambda: not rows.filler.late_rows(), DEADLINE_S)
+    assert rows.filler.late_rows() == ()
+    assert rows.texts(rows.filler.begin(rows.wanted(0)).take(is_alone=False).words) == ["ab"]
 
 
 def test_a_mask_that_nothing_was_known_of_is_waited_for_only_so_long(rows: Rows) -> None:
