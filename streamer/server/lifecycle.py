@@ -295,7 +295,6 @@ def _uvicorn_config(service: Service, config: Config) -> uvicorn.Config:
         root_path=config.root_path,
         ssl_certfile=config.ssl_certfile,
         ssl_keyfile=config.ssl_keyfile,
-        timeout_keep_alive=30,
         timeout_graceful_shutdown=int(FLUSH_S),
         access_log=False,
         log_config=None,

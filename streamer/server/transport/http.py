@@ -29,6 +29,7 @@ MAX_TARGET_BYTES: Final = 8 << 10  # a query of 64 KiB takes 30 ms to parse
 MAX_HEADERS: Final = 100  # trailers included; websockets takes 128
 HEAD_TIMEOUT_S: Final = 30.0
 BODY_TIMEOUT_S: Final = 60.0  # from the head's end to the body's
+IDLE_TIMEOUT_S: Final = 30.0  # from an answer, and the end of its request, to the next head
 MAX_CONNECTIONS: Final = 16_384  # or what file descriptors allow
 SPARE_FILES: Final = 64  # descriptors left for all else: without one, nothing can be opened or read
 MAX_WAITING: Final = 8  # requests behind one that is being answered, on the same connection
@@ -118,6 +119,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._num_hosts = 0
         self._num_swallowed = 0
         self._has_advanced = False
+        self._has_begun = False  # a request, with this part of the data
         self._refusal: tuple[bytes, StreamerError] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._due_s: float | None = None  # of the loop's time: when `_on_time` is called
@@ -161,7 +163,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _parse(self, data: bytes) -> None:
         """Feed the parser, then refuse a head that grows without progress."""
-        self._has_advanced = False
+        self._has_advanced = self._has_begun = False
         super().data_received(data)
         self._num_swallowed = 0 if self._has_advanced else self._num_swallowed + len(data)
         if self._num_swallowed > MAX_HEAD_BYTES and not self.transport.is_closing():
@@ -198,7 +200,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._has_advanced = True
         is_old = self.parser.get_http_version() == "1.0"
         if self.transport.is_closing():  # after the connection's last request
-            return
+            raise _Stop
         if self._num_hosts > 1 or not (self._num_hosts or is_old):  # RFC 9112, 3.2
             error = InvalidRequest("a request has one Host header", code="invalid_http")
             self._stop(b"400 Bad Request", error)
@@ -225,6 +227,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._is_declined:
             return
         self._stop_timer()
+        if not self.parser.should_upgrade():
+            self._expect_next()
         super().on_message_complete()
         self._connection.end_request()
 
@@ -270,20 +274,32 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._running is not None:
             self._running.scope["extensions"].pop(WRITE_PART, None)
         super().on_response_complete()
+        self._unset_keepalive_if_required()  # uvicorn's ends with any byte
+        if self._due_s is None:
+            self._expect_next()
+
+    def _expect_next(self) -> None:
+        """Once all is answered, a next head has to begin in time."""
+        if self._running is not None and self._running.response_complete:
+            self._start_timer(IDLE_TIMEOUT_S, self.transport.close)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Run the application up to where it first waits; only the rest of it is a task.
 
-        What is refused before that costs no task and no further turn of the loop (gate.py).
+        What is refused before that costs no task and no further turn of the loop (gate.py). Of what
+        comes together only the first: 16 KiB of requests would take 50 ms of one turn, and as tasks
+        they wait for each other, up to MAX_WAITING.
         """
         self._running = cycle
         if cycle.scope["http_version"] == "1.0":
             app = without_chunks(app, cycle)
         cycle.scope["extensions"][WRITE_PART] = partial(write_part, cycle)  # type: ignore[assignment]
         work = cycle.run_asgi(app)
-        if asyncio.current_task() is not None:  # of the answer before this one
+        # A current task is that of the answer before this one.
+        if self._has_begun or asyncio.current_task() is not None:
             self._make_task(work)
             return
+        self._has_begun = True
         try:
             waits_for = work.send(None)
         except StopIteration:
@@ -356,11 +372,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._start_timer(HEAD_TIMEOUT_S, self._on_slow_head)
 
     def _on_slow_body(self) -> None:
-        cycle = self.cycle  # of this body; the body of a waiting request is not read yet
-        if cycle is not self._running:
+        cycle, is_closing = self.cycle, self.transport.is_closing()
+        if cycle is not self._running and not is_closing:  # it waits: its body is not read yet
             self._start_timer(BODY_TIMEOUT_S, self._on_slow_body)
             return
-        if not cycle.response_started:
+        if not (cycle.response_started or is_closing):
             says = f"the body did not come within {BODY_TIMEOUT_S:.0f} s"
             self._answer(b"408 Request Timeout", InvalidRequest(says, code="request_timeout"))
         cycle.disconnected = True

@@ -103,6 +103,67 @@ def test_an_answer_ends_with_its_client_although_a_request_waits_behind_it(slow:
     slow.wait_idle()  # 20,000 tokens would take 50 s
 
 
+REFUSED = b"GET /v1/models HTTP/1.%d\r\nHost: localhost\r\nConnection: keep-alive\r\n\r\n"
+
+
+def test_refused_requests_sent_ahead_are_bounded_too(server_with: Any) -> None:
+    """They would all be answered in one turn, in which no other stream gets anything."""
+    server, count = server_with(api_key=("mine",)), protocol.MAX_WAITING + 2
+    with dial(server) as raw:
+        raw.sendall(REFUSED % 1 * count)
+        got = b""
+        while got.count(b"HTTP/1.1 401 ") < count:
+            got += raw.recv(1 << 16)
+        raw.sendall(REFUSED % 1 * (count + 1))
+        with contextlib.suppress(ConnectionError):
+            read_to_end(raw)
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n", b"{"])
+def test_a_connection_without_a_request_is_closed(
+    server_with: Any, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    for name in ("IDLE_TIMEOUT_S", "BODY_TIMEOUT_S"):
+        monkeypatch.setattr(protocol, name, 0.2)
+    server = server_with(api_key=("mine",))
+    with dial(server) as raw:
+        raw.sendall(POST % 1 if sent == b"{" else REFUSED % 1)
+        assert raw.recv(1 << 16).split()[1] == b"401"
+        raw.sendall(sent)
+        assert read_to_end(raw) == b""
+
+
+def test_a_socket_outlives_the_time_of_an_idle_connection(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "IDLE_TIMEOUT_S", 0.1)
+    with dial(server) as raw:
+        raw.sendall(START + b"\r\n")
+        assert raw.recv(1 << 16)
+        raw.sendall(UPGRADE % (b"1.1", b"13") + b"\r\n")
+        assert raw.recv(1 << 16).split()[1] == b"101"
+        raw.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            raw.recv(1)
+
+
+def test_a_body_behind_the_last_answer_is_not_waited_for(
+    server_with: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "BODY_TIMEOUT_S", 0.2)
+    old = START.replace(b"1.1", b"1.0") + b"Connection: keep-alive\r\n\r\n"
+    answer = answer_to(server_with(), old + POST % 9 + b"{")
+    assert answer.endswith(b'{"status":"alive"}')
+
+
+def test_a_handshake_behind_the_last_answer_is_ignored(
+    server_with: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent = REFUSED % 0 + UPGRADE % (b"1.1", b"13") + b"\r\n"
+    assert answer_to(server_with(api_key=("mine",)), sent).count(b"HTTP/1.1 ") == 1
+    assert "Fatal error" not in caplog.text
+
+
 # ---------------------------------------------------------------- bodies
 
 
@@ -402,7 +463,7 @@ async def test_an_application_that_waits_becomes_a_task(is_future: bool) -> None
         ended.set()
 
     handler = protocol.LimitedHttpProtocol.__new__(protocol.LimitedHttpProtocol)
-    handler.loop, handler.tasks = loop, set()
+    handler.loop, handler.tasks, handler._has_begun = loop, set(), False
     cycle: Any = SimpleNamespace(
         scope={"http_version": "1.1", "extensions": {}}, run_asgi=lambda _: app()
     )
