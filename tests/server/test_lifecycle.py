@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+import uvloop
 
 from streamer.config import Config
 from streamer.core.plan import Plan
@@ -23,7 +25,8 @@ from streamer.engine.core import InFlight, Owner, Runner
 from streamer.engine.engine import AsyncEngine
 from streamer.engine.refusals import loading
 from streamer.errors import ConfigError, EngineDead, StreamerError
-from streamer.server.lifecycle import bind, serve
+from streamer.server.lifecycle import ACCEPTS_A_TURN, bind, serve
+from streamer.server.transport.http import LimitedHttpProtocol
 from tests.server.support.counting import CHAT, check_counting, sse
 from tests.server.support.running import BUNDLED, Running
 
@@ -307,3 +310,32 @@ def test_bundled_a_step_that_fails_is_a_pause_and_a_poisoned_request_fails_alone
     assert httpx.get(server.url + "/health").status_code == 200
     server.stop()
     assert server.exit_code == 0
+
+
+def test_connections_do_not_wait_for_a_turn_of_the_loop_each() -> None:
+    async def main() -> tuple[int, int]:
+        accepted: list[int] = []
+        turn = 0
+        config = Config(model="fake", port=0, load_progress=False)
+        engine, stop = AsyncEngine.from_config(config), asyncio.Event()
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        serving = asyncio.create_task(serve(engine, config, on_ready=ready.set_result, stop=stop))
+        host, port = (await ready).removeprefix("http://").split(":")
+        made = LimitedHttpProtocol.connection_made
+
+        def count(protocol: LimitedHttpProtocol, transport: Any) -> None:
+            accepted.append(turn)
+            made(protocol, transport)
+
+        with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as clients:
+            patch.setattr(LimitedHttpProtocol, "connection_made", count)
+            for _ in range(64):
+                clients.enter_context(socket.create_connection((host, int(port))))
+            while len(accepted) < 64:
+                turn += 1
+                await asyncio.sleep(0)
+        stop.set()
+        await serving
+        return len(accepted), len(set(accepted))
+
+    assert uvloop.run(main()) == (64, 64 // ACCEPTS_A_TURN)
