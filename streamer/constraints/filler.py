@@ -175,9 +175,11 @@ class MaskFiller:
     def _safely(self, fill: Callable[[Sequence[Wanted]], object], wanted: Sequence[Wanted]) -> None:
         try:
             fill(wanted)
-        except Exception as error:  # of the step that takes these masks
-            for each in wanted:
-                each.failure = each.failure or error
+        except BaseException as error:  # a panic in Rust is no Exception
+            what = f"a mask failed: {error!r}"
+            failure = error if isinstance(error, Exception) else RuntimeError(what)
+            for each in wanted:  # of the step that takes these masks
+                each.failure = each.failure or failure
             self._are_done(wanted)
 
     def _are_done(self, wanted: Sequence[Wanted]) -> None:

@@ -28,18 +28,18 @@ def grammars() -> Grammars:
 
 
 class Held(Constraint):
-    """One whose masks are not filled before its gate is open; `fails`: never."""
+    """One whose masks are not filled before its gate is open; `fails`: what it raises then."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.gate, self.begun = threading.Event(), threading.Event()
-        self.fails = False
+        self.fails: BaseException | None = None
 
     def advance(self) -> Any:
         self.begun.set()
         assert self.gate.wait(DEADLINE_S)
-        if self.fails:
-            raise MemoryError("no masks")
+        if self.fails is not None:
+            raise self.fails
         return super().advance()
 
 
@@ -168,15 +168,22 @@ def test_ranks_take_what_all_of_them_have(rows: Rows) -> None:
     assert rows.texts(begun.take(is_alone=False).words) == ["cd"]
 
 
+class Panic(BaseException):
+    """As pyo3's: no Exception."""
+
+
 @pytest.mark.parametrize("is_slow", [False, True])
-def test_what_fails_in_a_thread_fails_the_step(rows: Rows, is_slow: bool) -> None:
-    rows.rows[0].fails = True
+@pytest.mark.parametrize("error", [MemoryError("no masks"), Panic("no masks")])
+def test_what_fails_in_a_thread_fails_the_step(
+    rows: Rows, is_slow: bool, error: BaseException
+) -> None:
+    rows.rows[0].fails = error
     if is_slow:
         rows.compiled[0].took(1.0, 1)
     begun = rows.filler.begin(rows.wanted(0, 1))
     rows.open(0, 1)
     rows.filler.wait(lambda: all(begun.are_there()), DEADLINE_S)
-    with pytest.raises(MemoryError, match="no masks"):
+    with pytest.raises((MemoryError, RuntimeError), match="no masks"):
         begun.take(is_alone=False)
 
 
