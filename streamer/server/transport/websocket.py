@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.exceptions import ProtocolError, SecurityError
-from websockets.frames import Close, Frame, Opcode
+from websockets.frames import Frame, Opcode
 from websockets.http11 import Request, Response
 from websockets.protocol import OPEN
 from websockets.server import ServerProtocol
@@ -172,7 +172,10 @@ class StreamingWebSocket(WebSocketsSansIOProtocol):
 
         Closing at once, with unread data in the kernel, would reset the connection.
         """
-        closed = cast("Close", self.conn.close_sent)
+        closed = self.conn.close_sent
+        if closed is None:  # bytes came before the handshake was answered
+            self.transport.abort()
+            return
         self.queue.put_nowait(
             {"type": "websocket.disconnect", "code": closed.code, "reason": closed.reason}
         )
