@@ -28,7 +28,8 @@ class Started:
         os.kill(self.processes.processes[name].pid, number)
 
     async def joined(self, *names: str) -> None:
-        await until(lambda: set(self.cluster.counts) == set(names))
+        links = self.cluster._links
+        await until(lambda: {link.name for link in links.usable} == set(names))
 
 
 @pytest.fixture

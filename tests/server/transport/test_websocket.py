@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import json
 import logging
@@ -220,16 +219,14 @@ def test_a_protocol_error_with_lanes_running_logs_nothing(
 # ---------------------------------------------------------------- RFC 6455
 
 
-def test_bytes_behind_a_handshake_end_the_connection(
-    server: Running, caplog: pytest.LogCaptureFixture
-) -> None:
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as raw:
-        raw.sendall(HANDSHAKE + b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 40)
-        with contextlib.suppress(ConnectionResetError):
-            while raw.recv(1 << 16):
-                pass
-    assert "Fatal error" not in caplog.text
+async def test_bytes_before_a_handshake_is_answered_end_the_connection() -> None:
+    done: list[str] = []
+    protocol = await protocol_with([])
+    protocol.conn = Frames(protocol.loop, max_size=1 << 20)
+    protocol.transport = SimpleNamespace(abort=lambda: done.append("abort"))  # type: ignore[assignment]
+    protocol.conn.receive_data(HANDSHAKE)
+    protocol._parse(b"\xff" * 8)
+    assert done == ["abort"]
 
 
 def raw_frame(first: int, data: bytes = b"", *, masked: int = 0x80) -> bytes:
