@@ -97,6 +97,12 @@ def test_the_dashboard_and_the_metrics_have_replicas_and_their_counts(tmp_path: 
             return sum(float(line.rsplit(" ", 1)[1]) for line in mine)
 
         wait_for(lambda: num_generated() == 20.0, "Ray does not export what was drawn")
-        lines = exported(dashboard).splitlines()
-        used = [x for x in lines if x.startswith("ray_streamer_blocks{") and 'state="used"' in x]
-        assert len([x for x in used if 'pool="device"' in x and 'deployment="Replica"' in x]) == 2
+
+        def num_pools() -> int:
+            lines = exported(dashboard).splitlines()
+            used = [
+                x for x in lines if x.startswith("ray_streamer_blocks{") and 'state="used"' in x
+            ]
+            return len([x for x in used if 'pool="device"' in x and 'deployment="Replica"' in x])
+
+        wait_for(lambda: num_pools() == 2, "Ray does not export the other replica's blocks")
