@@ -30,7 +30,7 @@ from streamer.server.responses.socket_events import MAX_MESSAGE_BYTES
 from streamer.server.service import Service
 from streamer.server.telemetry.logs import Line
 from streamer.server.telemetry.tracing import make_tracer
-from streamer.server.transport.http import MAX_CONNECTIONS, limited
+from streamer.server.transport.http import limited
 from streamer.server.transport.websocket import StreamingWebSocket
 
 if TYPE_CHECKING:
@@ -292,7 +292,6 @@ def _uvicorn_config(service: Service, config: Config) -> uvicorn.Config:
     prepared = uvicorn.Config(
         build_service_app(service),
         http=limited(config.max_connections_per_address),
-        limit_concurrency=MAX_CONNECTIONS,
         ws=StreamingWebSocket,
         ws_max_size=MAX_MESSAGE_BYTES,
         ws_ping_interval=20.0,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import math
 from array import array
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -207,6 +208,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_WAITING:
             self.transport.abort()
             raise _Stop
+        if is_old:  # its clients know no 100 (RFC 9110, 10.1.1)
+            self.expect_100_continue = False
         is_offered = self.parser.should_upgrade()
         self._is_declined = is_offered and not self._should_upgrade()
         if self._is_declined:
@@ -273,6 +276,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """The end of a request: its scope no longer refers to what answered it, a cycle."""
         if self._running is not None:
             self._running.scope["extensions"].pop(WRITE_PART, None)
+            if self._running is self.cycle:  # else this is the body of one that waits
+                self._connection.answered()
         super().on_response_complete()
         self._unset_keepalive_if_required()  # uvicorn's ends with any byte
         if self._due_s is None:
@@ -293,6 +298,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._running = cycle
         if cycle.scope["http_version"] == "1.0":
             app = without_chunks(app, cycle)
+        elif cycle.waiting_for_100_continue:
+            app = closing_unasked(app, cycle)
         cycle.scope["extensions"][WRITE_PART] = partial(write_part, cycle)  # type: ignore[assignment]
         work = cycle.run_asgi(app)
         # A current task is that of the answer before this one.
@@ -332,10 +339,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _answer(self, status: bytes, error: StreamerError) -> None:
-        body = error_body(error)
+        body, more = error_body(error), b""
+        if isinstance(error, Overloaded):
+            more = b"retry-after: %d\r\n" % math.ceil(error.retry_after_s)
         self.transport.write(
             b"HTTP/1.1 %s\r\ncontent-type: application/json\r\nconnection: close\r\n"
-            b"content-length: %d\r\n\r\n%s" % (status, len(body), body)
+            b"%scontent-length: %d\r\n\r\n%s" % (status, more, len(body), body)
         )
 
     def _start_timer(self, delay_s: float, on_time: Callable[[], None]) -> None:
@@ -429,6 +438,29 @@ def without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
             await send(message)
 
         await app(scope, receive, send_plain)
+
+    return wrapped
+
+
+def closing_unasked(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
+    """`app` for a client that waits for a 100 before its body (RFC 9110, 10.1.1).
+
+    An answer that comes instead is the connection's last: the body may never come, and the next
+    request would be taken for it.
+    """
+
+    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+        is_unasked = False
+
+        async def send_last(message: Message) -> None:
+            nonlocal is_unasked
+            if cycle.waiting_for_100_continue and cycle.more_body:
+                is_unasked, cycle.keep_alive = True, False
+            await send(message)
+            if is_unasked and cycle.response_complete:
+                cycle.transport.write_eof()
+
+        await app(scope, receive, send_last)
 
     return wrapped
 

@@ -58,6 +58,7 @@ class TurnTransport(asyncio.Transport):
     __slots__ = (
         "_feed",
         "_inner",
+        "_is_answered",
         "_is_coming",
         "_is_due",
         "_is_held",
@@ -92,8 +93,9 @@ class TurnTransport(asyncio.Transport):
         self._is_held = False  # the protocol has paused reading
         self._is_paused = False  # the inner transport does not read
         self._is_coming = False  # a request has begun and not ended
+        self._is_answered = False  # that request was
         self._is_leaving = False  # closed, but for the rest of that request
-        self._num_dropped = 0  # bytes of it
+        self._num_dropped = 0  # bytes received since it was answered or closed
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Write at the end of this turn, or at once beyond MAX_PENDING_BYTES."""
@@ -112,11 +114,25 @@ class TurnTransport(asyncio.Transport):
         """
         self._is_coming = True
 
+    def answered(self) -> None:
+        """The newest request has its answer: aborts if MAX_DROPPED_BYTES more come of it."""
+        self._is_answered = self._is_coming
+
     def end_request(self) -> None:
         """Nothing more comes of the request, or it is not waited for."""
-        self._is_coming = False
+        self._is_coming = self._is_answered = False
+        self._num_dropped = 0
         if self._is_leaving:
             self.close()
+
+    def write_eof(self) -> None:
+        """After `close`: tell the peer that nothing more comes, and read on; TLS ends instead."""
+        if self._inner.is_closing():
+            return
+        if self._inner.can_write_eof():
+            self._inner.write_eof()
+        else:
+            self.end_request()
 
     def close(self) -> None:
         """Close once all is written and the request has ended.
@@ -143,7 +159,7 @@ class TurnTransport(asyncio.Transport):
 
     def receive(self, data: bytes, feed: Callable[[bytes], None]) -> None:
         """Feed the received data to the protocol: a part now, the rest in later turns."""
-        if self._is_leaving:
+        if self._is_leaving or self._is_answered:
             self._num_dropped += len(data)
             if self._num_dropped > MAX_DROPPED_BYTES:
                 self.abort()

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from streamer.server.transport import http as protocol
+from streamer.server.transport import loop_turn
 from streamer.server.transport.loop_turn import MAX_DROPPED_BYTES
 from tests.server.support.running import Running
 
@@ -211,6 +212,124 @@ def test_a_slow_body_is_not_waited_for_after_the_answer(
     assert answer.split()[1] == b"401"
 
 
+def next_answer(raw: socket.socket) -> bytes:
+    """The next answer, which has a length."""
+    got = b""
+    while b"\r\n\r\n" not in got:
+        part = raw.recv(1 << 16)
+        assert part, "the connection has ended"
+        got += part
+    head, _, body = got.partition(b"\r\n\r\n")
+    (length,) = (int(line.split()[1]) for line in head.split(b"\r\n") if b"content-length" in line)
+    while len(body) < length:
+        body += raw.recv(1 << 16)
+    return head + b"\r\n\r\n" + body
+
+
+@pytest.mark.parametrize(
+    "framing", [b"content-length: %d" % (1 << 40), b"transfer-encoding: chunked"]
+)
+def test_a_body_without_end_behind_a_refusal_ends_a_kept_connection(
+    server_with: Any, framing: bytes
+) -> None:
+    """It was read for 60 s, whatever came: nothing bounded it but the peer's network."""
+    with dial(server_with(api_key=("mine",))) as raw:
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n%b\r\n\r\n" % framing)
+        if b"chunked" in framing:
+            raw.sendall(b"%x\r\n" % (1 << 40))
+        refusal = next_answer(raw)
+        assert refusal.split()[1] == b"401"
+        assert b"connection: close" not in refusal
+        with pytest.raises(ConnectionError):
+            raw.sendall(bytes(4 * MAX_DROPPED_BYTES))
+
+
+def test_whole_bodies_behind_refusals_keep_a_connection(
+    server_with: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound is one of each body, not of all that a connection sends."""
+    monkeypatch.setattr(loop_turn, "MAX_DROPPED_BYTES", 1 << 20)
+    size = 600_000
+    with dial(server_with(api_key=("mine",))) as raw:
+        for _ in range(3):
+            raw.sendall(POST % size + bytes(size // 2))
+            assert next_answer(raw).split()[1] == b"401"
+            raw.sendall(bytes(size // 2))
+        for _ in range(3):  # sent ahead, each with its body
+            raw.sendall(POST % 9 + bytes(9))
+        raw.sendall(START + b"\r\n")
+        statuses = next_statuses(raw, 4)
+    assert statuses == [b"401", b"401", b"401", b"200"]
+
+
+def next_statuses(raw: socket.socket, count: int) -> list[bytes]:
+    """The statuses of the next answers, which may come together."""
+    got = b""
+    while got.count(b"HTTP/1.1 ") < count or not got.endswith(b"}"):
+        part = raw.recv(1 << 16)
+        assert part, "the connection has ended"
+        got += part
+    return [part.split()[0] for part in got.split(b"HTTP/1.1 ")[1:]]
+
+
+# ---------------------------------------------------------------- bodies that wait for a 100
+
+
+EXPECT = POST.replace(b"\r\n\r\n", b"\r\nExpect: 100-continue\r\n\r\n")
+KEYED = b"Authorization: Bearer mine\r\n\r\n"
+SHORT = b'{"prompt":"x","max_tokens":3,"ignore_eos":true}'
+
+
+@pytest.mark.parametrize("before", [b"", START + KEYED])
+@pytest.mark.parametrize("after", [b"", START + KEYED])
+def test_a_refusal_instead_of_a_100_is_the_last_of_its_connection(
+    server_with: Any, before: bytes, after: bytes
+) -> None:
+    """Its client may send no body (RFC 9110, 10.1.1), and what comes next would be taken for one.
+
+    The time for a body, 60 s, is more than `read_to_end` waits.
+    """
+    sent = before + EXPECT % 1000 + after
+    answers = answer_to(server_with(api_key=("mine",)), sent).split(b"HTTP/1.1 ")[1:]
+    assert [answer.split()[0] for answer in answers] == [b"200"] * bool(before) + [b"401"]
+    assert b"connection: close" in answers[-1]
+
+
+def test_a_refusal_reaches_a_client_that_did_not_wait_for_the_100(server_with: Any) -> None:
+    size = 4 << 20
+    with dial(server_with(api_key=("mine",))) as raw:
+        raw.sendall(EXPECT % size + bytes(size))
+        answer = read_to_end(raw)
+    assert answer.split()[1] == b"401"
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"]
+
+
+def test_a_body_that_came_before_its_refusal_keeps_the_connection(server_with: Any) -> None:
+    server = server_with(api_key=("mine",), model="fake:tokens_per_s=100")
+    fields = {"prompt": "x", "max_tokens": 20, "ignore_eos": True, "stream": True}
+    body = json.dumps(fields).encode()
+    first = POST[:-2] % len(body) + KEYED + body
+    last = START + b"Connection: close\r\n\r\n"
+    answer = answer_to(server, first + EXPECT % 9 + b"123456789" + last)
+    statuses = [part.split()[0] for part in answer.split(b"HTTP/1.1 ")[1:]]
+    assert statuses == [b"200", b"401", b"200"]
+
+
+def test_a_body_that_is_wanted_is_asked_for(server: Running) -> None:
+    with dial(server) as raw:
+        for _ in range(2):
+            raw.sendall(EXPECT % len(SHORT))
+            asked = b"HTTP/1.1 100 Continue\r\n\r\n"
+            assert raw.recv(len(asked)) == asked
+            raw.sendall(SHORT)
+            assert next_answer(raw).endswith(b"}")
+
+
+def test_an_old_client_is_not_asked_for_its_body(server: Running) -> None:
+    old = EXPECT.replace(b"HTTP/1.1", b"HTTP/1.0") % len(SHORT)
+    assert answer_to(server, old + SHORT).startswith(b"HTTP/1.1 200 ")
+
+
 # ---------------------------------------------------------------- connections
 
 
@@ -222,6 +341,7 @@ def test_connections_of_an_address_are_bounded(server_with: Any) -> None:
             answer = read_to_end(raw)
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"your address" in answer
+        assert b"\r\nretry-after: 1\r\n" in answer
         first.sendall(START + b"\r\n")  # an accepted connection stays
         assert first.recv(100).startswith(b"HTTP/1.1 200 ")
         first.close()
@@ -465,7 +585,9 @@ async def test_an_application_that_waits_becomes_a_task(is_future: bool) -> None
     handler = protocol.LimitedHttpProtocol.__new__(protocol.LimitedHttpProtocol)
     handler.loop, handler.tasks, handler._has_begun = loop, set(), False
     cycle: Any = SimpleNamespace(
-        scope={"http_version": "1.1", "extensions": {}}, run_asgi=lambda _: app()
+        scope={"http_version": "1.1", "extensions": {}},
+        waiting_for_100_continue=False,
+        run_asgi=lambda _: app(),
     )
     loop.call_soon(handler._start_asgi_task, cycle, None)
     loop.call_soon(loop.call_soon, future.set_result, 5)

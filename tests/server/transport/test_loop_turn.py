@@ -159,3 +159,42 @@ async def test_a_peer_that_reads_nothing_cannot_keep_a_closed_connection(
     for _ in range(10):
         await asyncio.sleep(0)
     assert inner.calls == ["close", "abort"]
+
+
+@pytest.mark.parametrize("is_tls", [False, True])
+async def test_a_peer_that_is_told_the_end_may_go_on_sending_where_it_can_be_told(
+    is_tls: bool,
+) -> None:
+    inner = Inner()
+    inner.can_write_eof = lambda: not is_tls  # type: ignore[method-assign]
+    inner.write_eof = lambda: inner.calls.append("eof")  # type: ignore[method-assign]
+    transport = TurnTransport(inner, asyncio.get_running_loop())
+    transport.begin_request()
+    transport.write(b"a")
+    transport.close()
+    transport.write_eof()
+    assert inner.calls == ([b"a", "close"] if is_tls else [b"a", "eof"])
+    transport.end_request()
+    transport.write_eof()
+    assert inner.calls[-1] == "close"
+
+
+async def test_what_comes_of_a_request_after_its_answer_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop_turn, "MAX_DROPPED_BYTES", 10)
+    inner, seen = Inner(), bytearray()
+    transport = TurnTransport(inner, asyncio.get_running_loop())
+    for _ in range(2):
+        transport.begin_request()
+        transport.receive(bytes(20), seen.extend)  # before the answer others bound it
+        transport.answered()
+        transport.receive(bytes(10), seen.extend)
+        transport.end_request()
+    transport.answered()  # nothing of it is to come
+    transport.receive(bytes(20), seen.extend)
+    assert (len(seen), inner.calls) == (80, [])
+    transport.begin_request()
+    transport.answered()
+    transport.receive(bytes(11), seen.extend)
+    assert inner.calls == ["abort"]
