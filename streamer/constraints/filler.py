@@ -129,9 +129,11 @@ class MaskFiller:
             self._changed.wait_for(is_over, wait_s)
 
     def wait_for_late(self) -> None:
-        """Wait until one of the rows that were late has its masks, at most ALONE_S."""
-        if self._late:
-            self.wait(lambda: any(each.is_done for each in self._late.values()), ALONE_S)
+        """Wait until one more of the rows that were late has its masks, at most ALONE_S. Of those
+        that have them, a row may be waiting for blocks: it is no reason to plan again at once."""
+        missing = [each for each in self._late.values() if not each.is_done]
+        if missing:
+            self.wait(lambda: any(each.is_done for each in missing), ALONE_S)
 
     def late_rows(self) -> tuple[int, ...]:
         """The rows that were late, and do not have their masks yet."""

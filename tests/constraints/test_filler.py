@@ -156,6 +156,27 @@ def test_alone_a_step_waits(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None
     opens.join(DEADLINE_S)
 
 
+def test_a_row_that_has_its_mask_and_can_not_draw_ends_no_wait_for_another(
+    rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it waits for a block, say, plans of nothing followed each other without a pause."""
+    monkeypatch.setattr(module, "ALONE_S", DEADLINE_S)
+    for compiled in rows.compiled[:2]:
+        compiled.took(1.0, 1)
+    rows.filler.begin(rows.wanted(0, 1)).take(is_alone=False)
+    rows.open(0)
+    rows.filler.wait_for_late()
+    assert rows.filler.late_rows() == (1,)
+    waits = threading.Thread(target=rows.filler.wait_for_late, daemon=True)
+    waits.start()
+    waits.join(0.05)
+    assert waits.is_alive()
+    rows.open(1)
+    waits.join(DEADLINE_S)
+    assert rows.filler.late_rows() == ()
+    rows.filler.wait_for_late()  # none is late: at once
+
+
 def test_ranks_take_what_all_of_them_have(rows: Rows) -> None:
     rows.open(0, 1)
     others = [[1, 0], [1]]
