@@ -51,6 +51,7 @@ DISK: Final = (
     sqlite3.SQLITE_IOERR,
     sqlite3.SQLITE_CANTOPEN,
     sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_READONLY,
 )
 _ACCEPTED = msgspec.msgpack.Decoder(Accepted)
 _PART = msgspec.msgpack.Decoder(Part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import shutil
@@ -11,6 +12,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -136,6 +138,36 @@ def test_a_folder_that_can_not_be_made_is_refused_with_its_path(tmp_path: Path) 
         Store(tmp_path / "file" / "in")
     with pytest.raises(ConfigError, match=r"journal: .*can't be used"):
         Store(tmp_path / "file")
+
+
+def test_a_read_only_disk_is_refused_by_name_and_nothing_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a journal on it and without; a file that can't be written was taken for a damaged one,
+    and another one begun, and so on."""
+    fill(tmp_path / "old")
+    connect = sqlite3.connect
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    def refusing(*args: Any, **kwargs: Any) -> sqlite3.Connection:
+        db = connect(*args, **kwargs)
+        db.execute("PRAGMA query_only = ON")
+        return db
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite3, "connect", refusing)
+        with pytest.raises(ConfigError, match="can't be used: attempt to write a readonly"):
+            Store(tmp_path / "new")
+    assert [file.name for file in (tmp_path / "new").iterdir()] == [FILE]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "chmod", read_only)
+        patch.setattr(Path, "mkdir", read_only)
+        for name in ("old", "none"):
+            with pytest.raises(ConfigError, match=rf"{name} can't be used: Read-only file system"):
+                Store(tmp_path / name)
+    assert len(read_journal(tmp_path / "old")) == 2
 
 
 def test_another_programs_file_is_left_alone(tmp_path: Path) -> None:

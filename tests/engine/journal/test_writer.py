@@ -181,20 +181,27 @@ async def test_a_drain_keeps_what_has_not_finished_for_the_next_start(tmp_path: 
         assert len(tokens) == 60
 
 
+@pytest.mark.parametrize(
+    ("statement", "says"),
+    [  # SQLite's own limit, and its own switch
+        ("PRAGMA max_page_count = 1", "database or disk is full"),
+        ("PRAGMA query_only = ON", "attempt to write a readonly database"),
+    ],
+    ids=["full", "read-only"],
+)
 async def test_a_disk_that_fails_costs_the_journal_and_no_stream(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, statement: str, says: str
 ) -> None:
     async with make_engine(journal=str(tmp_path), tokens_per_s=500.0) as engine:
         assert engine.journal is not None
         stream = engine.submit(durable("a", max_tokens=50))
         await until(stream, 2)
 
-        db = engine.journal._store._db
-        db.execute(f"PRAGMA max_page_count = {db.execute('PRAGMA page_count').fetchone()[0]}")
-        for i in range(50):  # SQLite's own limit: the file is full
+        engine.journal._store._db.execute(statement)
+        for i in range(50):
             engine.submit(durable(f"more-{i}", max_tokens=2, prompt=tuple(range(90)) * 20))
         await engine.journal.recorded()
-        assert engine.journal.failure == "database or disk is full"
+        assert engine.journal.failure == says
         assert len(await end_of(stream)) == 1
         await engine.journal.recorded()
         assert len(await end_of(engine.submit(durable("b", max_tokens=5)))) == 1
