@@ -149,8 +149,11 @@ def _is_loopback(host: str) -> bool:
 
 
 def _announce(info: ModelInfo, url: str, console: Console) -> None:
-    with contextlib.suppress(SystemExit):  # rich raises it for a pipe whose reader is gone
-        announce(info, url, console)
+    with contextlib.suppress(SystemExit):  # as rich leaves for a pipe whose reader is gone
+        try:
+            announce(info, url, console)
+        except OSError:  # a full disk
+            console.on_broken_pipe()
 
 
 def announce(info: ModelInfo, url: str, console: Console) -> None:

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import httpx
 import pytest
@@ -19,6 +20,7 @@ import pytest
 from streamer.errors import NotFound
 from streamer.server.telemetry.logs import LineHandler
 from streamer.server.telemetry.refusals import REFUSALS_A_SECOND, Refusals, Refused
+from tests.chaos.killable import free_port
 from tests.server.support.running import DEADLINE_S
 from tests.test_cli_run import server as serving
 
@@ -114,6 +116,33 @@ def test_a_server_whose_log_is_not_read_serves_on_and_stops() -> None:
             assert line.count("x" * 900) == 20
         for _ in asked:
             assert client.post(url, json=body, timeout=DEADLINE_S).status_code == 200
+        process.terminate()
+        assert process.wait(DEADLINE_S) == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no disk that is always full here")
+@pytest.mark.parametrize("is_full", [True, False], ids=["full", "read-only"])
+def test_a_log_that_can_not_be_written_stops_nothing(tmp_path: Path, is_full: bool) -> None:
+    """Neither the start, whose announcement is lost as well, nor answers, nor an orderly end."""
+    port = free_port()
+    (tmp_path / "log").touch()
+    command = [sys.executable, "-m", "streamer", "serve", "fake", "--port", str(port)]
+    with Path("/dev/full").open("w") if is_full else (tmp_path / "log").open() as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_S) as client:
+            end = time.monotonic() + DEADLINE_S
+            while True:
+                assert process.poll() is None
+                assert time.monotonic() < end
+                with suppress(httpx.ConnectError):
+                    if client.get("/ready").status_code == 200:
+                        break
+                time.sleep(0.01)
+            for max_tokens in (3, -1):  # each has a line
+                body = {"prompt": "x", "max_tokens": max_tokens}
+                assert client.post("/v1/completions", json=body).is_success == (max_tokens > 0)
+    finally:
         process.terminate()
         assert process.wait(DEADLINE_S) == 0
 
