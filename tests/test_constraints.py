@@ -1,8 +1,10 @@
-"""The lock file: every package that pyproject.toml needs, at one version, with hashes."""
+"""The lock file, with every package that is needed at one version with hashes; and the audit."""
 
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import tomllib
 from importlib.metadata import distributions
 from pathlib import Path
@@ -88,3 +90,40 @@ def test_it_has_what_its_packages_need(pins: list[Pin]) -> None:
                 assert need is not None, f"{each.name} needs {requirement}"
                 assert requirement.specifier.contains(need.version, prereleases=True), requirement
     assert num_checked > 20
+
+
+# ---------------------------------------------------------------- .ci/audit
+
+AUDITS = {
+    "nothing": ("echo fine", 0, "nothing found"),
+    "unreachable": (
+        "echo 'request failed: ENOTFOUND, ConnectionError' >&2; exit 1",
+        0,
+        "NOT CHECKED",
+    ),
+    "a finding": ("echo 'thing 1.0 GHSA-1234'; exit 1", 1, "GHSA-1234"),
+}
+
+
+@pytest.mark.parametrize("npm", AUDITS)
+@pytest.mark.parametrize("pip", AUDITS)
+def test_an_audit_says_what_it_found_and_what_it_could_not_check(
+    tmp_path: Path, pip: str, npm: str
+) -> None:
+    """Beside programs that answer as pip-audit and npm do."""
+    programs = {".venv/bin/python": "exit 0", "build/audit/bin/pip-audit": AUDITS[pip][0]}
+    for name, text in {**programs, ".venv/bin/npm": AUDITS[npm][0]}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o700)
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci/audit", tmp_path / ".ci/audit")
+    done = subprocess.run([tmp_path / ".ci/audit"], capture_output=True, text=True)
+    assert done.returncode == max(AUDITS[pip][1], AUDITS[npm][1])
+    for name, (_, _, says) in (("pip-audit", AUDITS[pip]), ("npm audit", AUDITS[npm])):
+        told = done.stdout.partition(f"{name}: ")[2].partition("npm audit: ")[0]
+        assert says in told, done.stdout
+
+
+def test_ci_shows_an_audit() -> None:
+    assert ".ci/audit" in (ROOT / ".ci/run").read_text()

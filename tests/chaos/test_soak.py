@@ -1,8 +1,8 @@
 """Everything at once, for long, on the bundled model: what the process holds does not grow.
 
-Rounds of a random mix (every body of test_kills, completions, tools, clients that vanish, cancels);
-after each one the engine comes to rest, which proves its sums (`Scheduler.check`), and is measured.
-Two minutes of it here, an hour by `make soak`; STREAMER_SOAK_MINUTES is how long.
+Rounds of a random mix (every body of test_kills, completions, tools, clients that vanish, cancels).
+Every step proves the sums of its engine (`Scheduler.check`); after each round it comes to rest and
+is measured. Two minutes of it here, an hour by `make soak`; STREAMER_SOAK_MINUTES is how long.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import pytest
 
 from streamer.config import SpeculativeConfig
+from streamer.core.plan import StepOutput
+from streamer.engine.core import EngineCore
 from tests.chaos.clients import Server, prompt
 from tests.chaos.test_faults import vanish
 from tests.chaos.test_kills import asks, outcomes
@@ -134,7 +137,24 @@ async def one_round(server: Running, seed: int) -> int:
     return len(mix) + 4
 
 
-async def test_what_the_process_holds_does_not_grow(tmp_path: Path) -> None:
+def check_each_step(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have every step of an engine end with a check; the number of those, as its only item."""
+    count, step = [0], EngineCore._step
+
+    def checked(core: EngineCore) -> StepOutput | None:
+        output = step(core)
+        core._scheduler.check()
+        count[0] += 1
+        return output
+
+    monkeypatch.setattr(EngineCore, "_step", checked)
+    return count
+
+
+async def test_what_the_process_holds_does_not_grow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_checks = check_each_step(monkeypatch)
     journal = tmp_path / "journal"
     settings = {**BUNDLED, "num_gpu_blocks_override": 160, "journal": str(journal)}
     settings |= {"speculative_config": SpeculativeConfig(method="suffix"), "max_wait_s": 0.0}
@@ -152,6 +172,7 @@ async def test_what_the_process_holds_does_not_grow(tmp_path: Path) -> None:
                 f"{time.monotonic() - began:.0f} s, {num_answers} answers: {seen[-1]}", flush=True
             )
         assert server.metric("streamer_rebuilds_total") == 0
+        assert num_checks[0] >= server.metric("streamer_steps_total") > 100
     finally:
         await asyncio.to_thread(server.stop)
     check_flat(seen[NUM_WARM:])

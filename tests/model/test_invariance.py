@@ -17,12 +17,13 @@ import torch
 
 from streamer.core.sampling import SamplingParams
 from streamer.kernels import ops
+from streamer.model.memory import GIB
 from streamer.model.runner.cpu import CpuRunner
 from tests.model.gguf.test_models import all_formats
 from tests.model.gguf_files import write_gguf
 from tests.model.greedy_oracle import mixed_asks
 from tests.model.sync_engine import SyncEngine
-from tests.model.test_parity import MIXED, RECOMPUTE
+from tests.model.test_parity import MIXED, RECOMPUTE, SWAP
 
 DRAWN = SamplingParams(temperature=0.8, top_p=0.95, logprobs=0)
 Answer = tuple[list[int], list[float]]
@@ -149,3 +150,29 @@ def test_a_request_is_bit_equal_alone_together_in_chunks_cached_and_recomputed(
         )
         assert answers(tight, asks) == expected
         assert sum(tight.preemptions) >= 10
+
+
+@pytest.mark.skipif(ops.why_not_native() != "", reason="torch's sums depend on shapes")
+def test_where_the_host_pool_is_full_tokens_are_the_same(checkpoint: Any, tmp_path: Path) -> None:
+    """Every victim would be swapped; one that finds no room there is computed again."""
+    model, settings = case_engine(checkpoint, tmp_path, "llama-bfloat16")
+    asks = mixed_asks(7, 12, longest=50, output=(25, 40))
+    sizes: dict[str, Any] = {"block_size": 8, "max_model_len": 128, **settings}
+    alone = SyncEngine(model, max_num_seqs=1, max_num_batched_tokens=512, **sizes)
+    expected = answers(alone, asks)
+    tight = SyncEngine(
+        model,
+        costs=SWAP,
+        swap_space=5 * alone.info.block_bytes / GIB,
+        num_gpu_blocks_override=30,
+        max_num_seqs=16,
+        max_num_batched_tokens=37,
+        **sizes,
+    )
+    assert tight.info.num_host_blocks == 5
+    assert answers(tight, asks) == expected
+    swapped, recomputed = tight.preemptions
+    assert swapped > 1
+    assert recomputed > 1
+    kv = tight.scheduler.state.kv
+    assert (kv.device.num_free, kv.host.num_free) == (30, 5)

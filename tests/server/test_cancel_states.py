@@ -17,6 +17,7 @@ import httpx
 import msgspec
 import pytest
 
+from streamer.config import SpeculativeConfig
 from streamer.constraints.grammars import Grammars
 from streamer.core.plan import Facts, FinishReason, Plan, StepResult
 from streamer.core.sampling import SamplingParams
@@ -38,6 +39,21 @@ STATES = {
     "swapping": 0.25,
     "swapped": 0.25,
     "preempted": 0.0,
+}
+
+
+ROOMY = {"max_num_seqs": 4, "num_gpu_blocks_override": 72}
+SERVERS: dict[str, dict[str, Any]] = {
+    "fake": {"model": "fake:tokens_per_s=200"},
+    "bundled": {**BUNDLED, "num_gpu_blocks_override": 40},
+    "features": {**BUNDLED, **ROOMY, "speculative_config": SpeculativeConfig(method="suffix")},
+}
+# Of a request; its prompt, one letter over and over, is what speculation goes on with.
+FEATURES: dict[str, dict[str, Any]] = {
+    "speculation": {},
+    "choices": {"n": 2},
+    "beams": {"use_beam_search": True, "beam_width": 2},
+    "grammar": {"structured_outputs": {"regex": "[a-z ]{900}"}},
 }
 
 
@@ -126,10 +142,12 @@ class Client(Protocol):
 class OverSse:
     """A chat over SSE, ended by closing the connection or by the engine's own cancel."""
 
-    def __init__(self, server: Running, exits: contextlib.ExitStack, is_closing: bool) -> None:
+    def __init__(
+        self, server: Running, exits: contextlib.ExitStack, is_closing: bool, **fields: Any
+    ) -> None:
         self._server, self._is_closing, self._exits = server, is_closing, contextlib.ExitStack()
         exits.enter_context(self._exits)
-        body = {"stream": True, **LONG, "prompt": "x" * PROMPT_TOKENS}
+        body = {"stream": True, **LONG, "prompt": "x" * PROMPT_TOKENS, **fields}
         client = self._exits.enter_context(httpx.Client(timeout=20))
         response = self._exits.enter_context(
             client.stream("POST", server.url + "/v1/completions", json=body)
@@ -205,16 +223,15 @@ def crowd(server: Running, num_tokens: int) -> TokenStream:
 
 @pytest.fixture(scope="module")
 def pressed() -> Iterator[Callable[[str, float], Gated]]:
-    """Servers with two rows, 40 blocks of 16 tokens, 16 tokens a step; fakes do 200 tokens/s."""
+    """Servers with few rows and blocks of 16 tokens, 16 tokens a step; fakes do 200 tokens/s."""
     started: dict[tuple[str, float], Gated] = {}
 
     def get(model: str, swap_space: float) -> Gated:
         key = model, swap_space
         if key not in started:
-            settings = BUNDLED if model == "bundled" else {"model": "fake:tokens_per_s=200"}
+            sizes = {"max_num_seqs": 2, "num_gpu_blocks_override": 40, **SERVERS[model]}
             started[key] = Gated(
-                **{**settings, "num_gpu_blocks_override": 40},
-                max_num_seqs=2,
+                **sizes,
                 max_num_batched_tokens=16,
                 swap_space=swap_space,
                 detach_timeout=0.0,
@@ -253,7 +270,8 @@ def reach(server: Gated, state: str, client: Client) -> list[TokenStream]:
         return []
     if state == "swapping":
         server.gate.close_for("copies")
-    others = [crowd(server, 400)]  # 25 blocks and more, where 20 are free
+    num_blocks = server.config.num_gpu_blocks_override or 0
+    others = [crowd(server, num_blocks * 25 // 2)]  # more than is free
     server.wait_metric(requests("swapped" if state == "swapping" else state), 1)
     if state == "swapped":  # its copies are done: the request that took its blocks runs
         server.wait_metric(requests("running"), 1)
@@ -270,6 +288,15 @@ def wait_until(server: Running, is_true: Callable[[], bool], says: str) -> None:
 
 BY_FAKE = [("fake", state, way) for state in STATES for way in WAYS]
 BY_BUNDLED = [("bundled", state, "closing SSE") for state in [*STATES][2:]]  # those with KV
+
+
+def ended(server: Gated, others: list[TokenStream], stream: TokenStream) -> None:
+    """Check that the cancelled request has left nothing, once the others are cancelled, too."""
+    assert {f.reason for f in stream.finishes if f} == {FinishReason.CANCELLED}
+    for other in others:
+        server.on_loop(run(server.engine.cancel, other.request_id))
+    server.wait_idle()
+    server.wait_metric('streamer_blocks{pool="host",state="used"}', 0)
 
 
 @pytest.mark.parametrize(("model", "state", "way"), BY_FAKE + BY_BUNDLED)
@@ -291,8 +318,23 @@ def test_cancel(pressed: Callable[[str, float], Gated], model: str, state: str, 
         wait_until(server, lambda: stream.is_finished, "not cancelled")
     if state in ("waiting", "prefilling"):
         assert stream.num_output_tokens == 0
-    assert [f.reason for f in stream.finishes if f] == [FinishReason.CANCELLED]
-    for other in others:
-        server.on_loop(run(server.engine.cancel, other.request_id))
-    server.wait_idle()
-    server.wait_metric('streamer_blocks{pool="host",state="used"}', 0)
+    ended(server, others, stream)
+
+
+@pytest.mark.parametrize("state", [*STATES][1:])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_cancel_of_each_feature(
+    pressed: Callable[[str, float], Gated], feature: str, state: str
+) -> None:
+    server = pressed("features", STATES[state])
+    if state == "prefilling":
+        server.gate.close_for("prefill")
+    with contextlib.ExitStack() as exits:
+        client = OverSse(server, exits, is_closing=True, **FEATURES[feature])
+        others = reach(server, state, client)
+        stream = subject(server)
+        client.cancel()
+        wait_until(server, lambda: stream.is_finished, "not cancelled")
+    ended(server, others, stream)
+    if feature == "speculation" and state == "decoding":
+        assert server.metric("streamer_spec_decode_num_drafts_total") > 0

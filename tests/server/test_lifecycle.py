@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +21,13 @@ import pytest
 import uvloop
 
 from streamer.config import Config
-from streamer.core.plan import Plan
+from streamer.core.plan import Plan, RowJoin
 from streamer.core.sizes import ModelInfo
 from streamer.engine.core import InFlight, Owner, Runner
 from streamer.engine.engine import AsyncEngine
 from streamer.engine.refusals import loading
 from streamer.errors import ConfigError, EngineDead, StreamerError
+from streamer.model.sampling.host import Sampler
 from streamer.server.lifecycle import ACCEPTS_A_TURN, bind, serve
 from streamer.server.transport.http import LimitedHttpProtocol
 from tests.server.support.counting import CHAT, check_counting, sse
@@ -309,6 +312,43 @@ def test_bundled_a_step_that_fails_is_a_pause_and_a_poisoned_request_fails_alone
     assert refused[0].json()["error"]["code"] == "request_failed"
     assert httpx.get(server.url + "/health").status_code == 200
     server.stop()
+    assert server.exit_code == 0
+
+
+def test_bundled_rows_that_are_not_finite_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other request of eight at once; the rest have the answer of an undisturbed server."""
+    sick: set[int] = set()
+    join, sample = Sampler.join, Sampler.sample
+
+    def joined(sampler: Sampler, given: RowJoin) -> None:
+        (sick.add if given.params.max_tokens == 33 else sick.discard)(given.row)
+        join(sampler, given)
+
+    def sampled(sampler: Sampler, logits: Any, rows: Any, *more: Any) -> Any:
+        logits[[i for i, row in enumerate(rows) if row in sick]] = math.nan
+        return sample(sampler, logits, rows, *more)
+
+    monkeypatch.setattr(Sampler, "join", joined)
+    monkeypatch.setattr(Sampler, "sample", sampled)
+    server = Running(**BUNDLED).start()
+    try:
+        with httpx.Client(base_url=server.url, timeout=20) as client, ThreadPoolExecutor(8) as pool:
+
+            def ask(num_tokens: int) -> httpx.Response:
+                body = {**CHAT, "ignore_eos": True, "seed": 7, "max_tokens": num_tokens}
+                return client.post("/v1/chat/completions", json=body)
+
+            whole = ask(60).json()["choices"]
+            answers = list(pool.map(ask, [60, 33] * 4))
+        for well, failed in zip(answers[::2], answers[1::2], strict=True):
+            assert well.json()["choices"] == whole
+            assert failed.status_code == 500
+            assert failed.json()["error"]["code"] == "request_failed"
+            assert "finite" in failed.json()["error"]["message"]
+        assert server.metric("streamer_rebuilds_total") == 0
+        server.wait_idle()
+    finally:
+        server.stop()
     assert server.exit_code == 0
 
 
