@@ -88,7 +88,7 @@ class NoModel:
     num_layers = 1
     num_kv_heads = 1
     head_dim = 16
-    is_recordable = False
+    recordable = None
 
     def __init__(self) -> None:
         import torch

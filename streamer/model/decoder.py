@@ -93,7 +93,7 @@ class Decoder:
     ) -> None:
         self._kernels = kernels
         self.config = config
-        self.is_recordable = shared is None
+        self._is_whole = shared is None
         self.dtype = source.dtype
         self.vocab_size = config.vocab_size
         self.num_layers = config.num_layers
@@ -127,6 +127,11 @@ class Decoder:
         self._graph_of: tuple[object, ...] = ()
         self._limits: ops.Limits | None = None
 
+    @property
+    def recordable(self) -> Decoder | None:
+        """The decoder, unless it waits for other ranks within a step."""
+        return self if self._is_whole else None
+
     def prepare(self, limits: ops.Limits) -> None:
         """Bounds of all steps, each launched as one graph where the kernels have graphs."""
         self._limits = limits
@@ -149,7 +154,7 @@ class Decoder:
         made_for = (pool.data_ptr(), self._rope.length, self._limits)
         if self._graph is None or self._graph_of != made_for:
             compute = partial(self._compute, pool, tables)
-            limits = self._limits if self.is_recordable else None
+            limits = self._limits if self._is_whole else None
             self._graph = self._kernels.graph(compute, limits) if limits else compute
             self._graph_of = made_for
         return self._graph(tokens, positions, batch, last)
@@ -163,8 +168,23 @@ class Decoder:
         last: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The logits of `forward`, op by op, and the hidden states [S, H] that they come from."""
+        return self.logits(self.states(tokens, positions, batch, pool), last)
+
+    def states(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: ops.AttentionBatch,
+        pool: torch.Tensor,
+    ) -> torch.Tensor:
+        """See interface.Recordable, as `logits`."""
         tables = self._rope.up_to(batch.max_context)
-        hidden = self._hidden(pool, tables, tokens, positions, batch, last)
+        return self._run_layers(pool, tables, tokens, positions, batch)
+
+    def logits(
+        self, states: torch.Tensor, last: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self._last_norm(states, last)
         return self._head(hidden), hidden
 
     def _compute(
@@ -176,23 +196,25 @@ class Decoder:
         batch: ops.AttentionBatch,
         last: torch.Tensor | None,
     ) -> torch.Tensor:
-        return self._head(self._hidden(pool, tables, tokens, positions, batch, last))
+        states = self._run_layers(pool, tables, tokens, positions, batch)
+        return self._head(self._last_norm(states, last))
 
-    def _hidden(
+    def _run_layers(
         self,
         pool: torch.Tensor,
         tables: Tables,
         tokens: torch.Tensor,
         positions: torch.Tensor,
         batch: ops.AttentionBatch,
-        last: torch.Tensor | None,
     ) -> torch.Tensor:
         step = Step(batch, positions, tables)
         residual = self._embed(tokens)
         for i, layer in enumerate(self._layers):
             layer(residual, ops.layer_view(pool, i), step)
-        eps = self.config.rms_norm_eps
-        return self._kernels.rms_norm(residual, self._norm, eps, rows=last)
+        return residual
+
+    def _last_norm(self, states: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
+        return self._kernels.rms_norm(states, self._norm, self.config.rms_norm_eps, rows=last)
 
 
 def _weight(

@@ -175,7 +175,7 @@ def window_of(mask_function: Any, limit: int) -> int:
 class FallbackModel:
     """A transformers model with decoder.Decoder's interface."""
 
-    is_recordable = False  # its code may read values, and make tensors on the host
+    recordable = None  # its code may read values, and make tensors on the host
 
     def __init__(self, kernels: ops.Backend, model: Any, shape: Shape, dtype: torch.dtype) -> None:
         self.kernels = kernels

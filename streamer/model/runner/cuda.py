@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,15 +28,12 @@ from streamer.kernels import ops
 from streamer.model import memory
 from streamer.model.loader import progress_bar
 from streamer.model.runner.costs import Costs
-from streamer.model.runner.decode_steps import DecodeSteps
 from streamer.model.runner.device import Device, Event, memory_errors
 from streamer.model.runner.inputs import Ints, Rows, StepInputs, step_result
 from streamer.model.runner.interface import CausalModel, RunnerSizes
+from streamer.model.runner.recorded import RecordedSteps
 from streamer.model.runner.swaps import Swaps
 from streamer.model.sampling.device import DeviceSampler, Draw, TokenCounts
-
-if TYPE_CHECKING:
-    from streamer.kernels.gpu.decode_step import DecodeStep
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +44,7 @@ WARMED_CONTEXT = 1024  # tokens of a row of the steps that compile kernels
 class CudaInFlight:
     """A launched plan. `result`: copy of the drawn tokens on its way to the host, None if no row
     draws; `scores`: the same of Scored.compute, None if no row scores; `hidden`: those of
-    StepInputs.hidden, None if there are none; `logits`: those drawn from, until they are;
+    StepInputs.hidden, None if there are none; `logits`: those drawn from op by op, until they are;
     `is_followed`: constrained rows are where its tokens led them."""
 
     __slots__ = (
@@ -99,9 +95,7 @@ class CudaRunner:
         self._state = RowState(rows, width, block_size, where)
         model.prepare(sizes.limits)
         self._sampler = DeviceSampler(device, kernels, model.vocab_size, rows)
-        self._decodes = DecodeSteps(
-            self._state, self._sampler, self._decode_logits, model.vocab_size, model.dtype
-        )
+        self._steps = RecordedSteps(self._state, self._sampler, model, self._pool)
         self._block_bytes = self._pool[:1].numel() * self._pool.element_size()
         self._costs = Costs(self._block_bytes, device.probe_copy)
         self._swaps = Swaps(device, kernels, self._pool, host_pool, self._costs)
@@ -135,25 +129,28 @@ class CudaRunner:
         for has_filters in (False, True):
             for x in (logits, logits.float()):
                 self._sampler.draw_plain(x, slots, slots.long(), has_filters=has_filters)
-        self._decodes.warm()
+        self._steps.warm()
         if pool.shape[0] > 1:
             ends = torch.tensor([[0], [1]], device=pool.device)
             self._kernels.copy_blocks(pool, ends[0], ends[1])
 
     @torch.inference_mode()
     def record(self, reserved_bytes: int, show_progress: bool) -> None:
-        """Record the pure decodes, before the first plan, with a progress bar.
+        """Record the pure decodes, before the first plan, with a progress bar, if the model can be.
 
         The graphs may take half of the free memory beyond reserved_bytes, which other steps need.
         """
+        model = self._model.recordable
+        if model is None:
+            return
         budget = max(0, self._device.free_bytes() - reserved_bytes) // 2
-        sizes = self._decodes.sizes
+        sizes = self._steps.sizes
         with progress_bar("Recording decodes", len(sizes), "sizes", show_progress) as advance:
-            self._decodes.record(self._device, budget, advance)
-        if self._decodes.num_recorded < len(sizes):
+            self._steps.record(self._device, model, budget, advance)
+        if self._steps.num_recorded < len(sizes):
             logger.warning(
                 "%d of %d decode sizes recorded: %.2f GiB are too little for all",
-                self._decodes.num_recorded,
+                self._steps.num_recorded,
                 len(sizes),
                 budget / memory.GIB,
             )
@@ -231,7 +228,7 @@ class CudaRunner:
         self._newest = None
         self._sampler.close()
         self._model.prepare(self._sizes.limits)  # it drops its graph, which refers to the model
-        for name in ("_decodes", "_swaps", "_pool", "_state", "_model", "_sampler"):
+        for name in ("_steps", "_swaps", "_pool", "_state", "_model", "_sampler"):
             self.__dict__.pop(name, None)
 
     @torch.inference_mode()
@@ -361,20 +358,19 @@ class CudaRunner:
         changes = self._changes(flight.inputs)
         if len(changes[0]):
             self._change(flight.inputs, *self._send(changes))
-        count = len(flight.inputs.rows)
         if flight.draw is None:
             return
-        self._device.main.run(partial(self._decodes.compute, count))
+        self._device.main.run(partial(self._compute_decode, flight, flight.draw))
         draw = self._masked(flight, flight.draw)
+        self._device.main.run(partial(self._draw_decode, flight, draw))
 
-        def work() -> None:
-            logits, tokens = self._decodes.draw(count, draw)
-            flight.result = self._device.download(self._sampler.result(draw, logits, tokens))
+    def _compute_decode(self, flight: CudaInFlight, draw: Draw) -> None:
+        flight.logits = self._steps.compute(len(flight.inputs.rows), draw)
 
-        self._device.main.run(work)
-
-    def _decode_logits(self, step: DecodeStep) -> torch.Tensor:
-        return self._model.forward(step.tokens, step.positions, step.batch, self._pool, None)
+    def _draw_decode(self, flight: CudaInFlight, draw: Draw) -> None:
+        logits, flight.logits = flight.logits, None
+        tokens = self._steps.draw(len(flight.inputs.rows), draw, logits)
+        flight.result = self._device.download(self._sampler.result(draw, logits, tokens))
 
     def _mixed(self, flight: CudaInFlight) -> None:
         """Chunks, forks and decodes: op by op, from inputs that the host packed."""

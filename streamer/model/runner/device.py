@@ -209,7 +209,7 @@ class CudaDevice:
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """See Device. All graphs share one pool of memory: they never run at the same time, and
-        nothing in the pool is read after the graph that wrote it."""
+        `work` holds what is read after the graph that wrote it."""
         work()  # compiles, and lets libraries take their workspaces outside of the graph
         torch.cuda.synchronize()
         if self._graphs_pool is None:

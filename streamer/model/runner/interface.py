@@ -1,6 +1,6 @@
 """What a runner is made of: the model it computes with, and the sizes it is built for.
 
-Values and a protocol alone. cpu.py and cuda.py take both, load.py makes them; what a runner does
+Values and protocols alone. cpu.py and cuda.py take both, load.py makes them; what a runner does
 for the engine is engine.core.Runner.
 """
 
@@ -56,7 +56,11 @@ class CausalModel(Protocol):
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    is_recordable: bool  # whether a GPU may replay its forward
+
+    @property
+    def recordable(self) -> Recordable | None:
+        """The model, if a GPU may replay its layers."""
+        ...
 
     def forward(
         self,
@@ -82,4 +86,26 @@ class CausalModel(Protocol):
 
     def prepare(self, limits: ops.Limits) -> None:
         """No step will exceed `limits`."""
+        ...
+
+
+class Recordable(Protocol):
+    """A model in two parts: layers, which depend on a step's number of tokens, and the rest, which
+    depends on how many rows are drawn from."""
+
+    def states(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: ops.AttentionBatch,
+        pool: torch.Tensor,
+    ) -> torch.Tensor:
+        """[T, H] what the layers make of the tokens, before the last norm."""
+        ...
+
+    def logits(
+        self, states: torch.Tensor, last: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [S, V] of those of the states [T, H] whose indices are in `last` (None: all), and
+        the hidden states [S, H] that they come from, after the last norm."""
         ...

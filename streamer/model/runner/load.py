@@ -110,8 +110,7 @@ def load_runner(
         return _agreeing(CpuRunner(ops.for_cpu(), model, sizes, draft), group), info
     on_gpu = CudaRunner(device, kernels, model, sizes)
     on_gpu.warm()
-    if model.is_recordable:
-        on_gpu.record(peak, config.load_progress)
+    on_gpu.record(peak, config.load_progress)
     return _agreeing(on_gpu, group), info
 
 

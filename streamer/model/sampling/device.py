@@ -314,10 +314,11 @@ class DeviceSampler:
             self._counts.add(counted_rows, tokens[at])
         return tokens
 
-    def result(self, draw: Draw, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def result(self, draw: Draw, logits: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
         """What `finish` reads, in one tensor: the tokens [S]; if a row asked for log probabilities,
-        those too, all in fp64, which holds every id and every fp32 exactly."""
-        if draw.logprobs is None:
+        those too, all in fp64, which holds every id and every fp32 exactly. Else `logits` may be
+        None."""
+        if draw.logprobs is None or logits is None:
             return tokens
         raw = logits[draw.logprobs, : self._vocab_size].float()
         found = top_logprobs(raw, tokens[draw.logprobs], draw.layout.num_top)

@@ -252,7 +252,7 @@ def test_closing_frees_what_was_recorded(
     device = late()
     monkeypatch.setattr(device, "record", lambda work: list)  # a graph holds no Python object
     runner: Any = make_runner(checkpoint("llama", 1, **TINY))
-    parts = [weakref.ref(part) for part in (runner._decodes, runner._model, runner._state.flat)]
+    parts = [weakref.ref(part) for part in (runner._steps, runner._model, runner._state.flat)]
     gc.disable()
     try:
         runner.close()
@@ -485,13 +485,22 @@ class Memory(TorchDispatchMode):
 TABLE = torch.randn(7 * 96, 96, generator=torch.Generator().manual_seed(0))
 
 
-def forward_by_table(
-    self: Decoder, tokens: torch.Tensor, positions: torch.Tensor, batch: Any, pool: Any,
-    last: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    """Logits by a row's latest token and its position: layers would be hundreds of operations."""
-    found = TABLE[tokens % 96 + positions % 7 * 96]
-    return found if last is None else found[last]
+def states_by_table(
+    self: Decoder, tokens: torch.Tensor, positions: torch.Tensor, batch: Any, pool: Any
+) -> torch.Tensor:
+    """Logits by a token and its position, as states: layers would be hundreds of operations."""
+    return TABLE[tokens % 96 + positions % 7 * 96]
+
+
+def states_as_logits(
+    self: Decoder, states: torch.Tensor, last: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    found = states if last is None else states[last]
+    return found, found
+
+
+def forward_by_table(self: Decoder, *given: Any) -> torch.Tensor:
+    return self.logits(self.states(*given[:4]), given[4])[0]
 
 
 def test_whatever_takes_the_last_memory_no_request_ends_by_it(
@@ -502,6 +511,8 @@ def test_whatever_takes_the_last_memory_no_request_ends_by_it(
     from streamer.kernels.gpu.sampling import sample
 
     monkeypatch.setattr(Where, "make", PromptDevice)
+    monkeypatch.setattr(Decoder, "states", states_by_table)
+    monkeypatch.setattr(Decoder, "logits", states_as_logits)
     monkeypatch.setattr(Decoder, "forward", forward_by_table)
     monkeypatch.setattr(sample, "sample", lambda logits, *_, **__: logits.max(-1)[1])
     folder = checkpoint("llama", 1, **TINY, vocab_size=len(TABLE) // 7)
@@ -577,24 +588,3 @@ def test_every_kernel_that_a_step_may_need_is_compiled_before_the_first(
     make_runner(folder, max_num_batched_tokens=40, max_num_seqs=3, dtype="bfloat16")
     kinds = [(t, f) for t in (torch.bfloat16, torch.float32) for f in (False, True)]
     assert {2, 3, 5, 9, 17, 33, "copy", *kinds} <= set(seen)
-
-
-def test_decodes_beyond_the_memory_for_graphs_run_op_by_op(
-    checkpoint: Any, oracle: Any, record_property: Any, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture, late: Late,
-) -> None:  # fmt: skip
-    """Recording ends with the memory budget, largest first, and is logged; answers are the same."""
-    folder = checkpoint("llama", 1, **TINY)
-    device = late()
-    record = device.record
-
-    def costly(work: Callable[[], None]) -> Callable[[], None]:
-        device.free -= 100 << 20
-        return record(work)
-
-    monkeypatch.setattr(device, "record", costly)
-    asks = mixed_asks(2, 4, longest=9, output=(4, 6))
-    engine = serve(folder, asks, [GREEDY], max_num_seqs=4, max_model_len=48)
-    assert device.num_recorded == 2 * 3  # of them the third was one too many
-    assert "2 of 3 decode sizes recorded" in caplog.text
-    oracle(folder).compare(tokens_of(engine, asks), asks, record_property)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from streamer.errors import ConfigError
-from streamer.model.runner.decode_steps import ladder
 from streamer.model.runner.device import choose_device
 from tests.model.late_device import LateDevice
 
@@ -25,15 +24,6 @@ def test_auto_takes_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert choose_device("auto") == choose_device("cuda") == torch.device("cuda", 0)
     assert choose_device("cpu").type == "cpu"
-
-
-@pytest.mark.parametrize(
-    ("max_rows", "sizes"),
-    [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (20, [1, 2, 4, 8, 16, 20])],
-)
-def test_the_ladder_ends_with_the_most_rows(max_rows: int, sizes: list[int]) -> None:
-    """1, 2, 4, then every eighth."""
-    assert ladder(max_rows) == sizes
 
 
 @pytest.mark.parametrize("seed", range(5))
