@@ -26,10 +26,24 @@ def test_the_bundled_model_in_eight_bits(
     assert "is there already" in capsys.readouterr().err
 
 
+def test_groups_of_other_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A matrix whose inputs are no multiple of them stays dense, and is named."""
+    words = ["quantize", str(CHECKPOINT), "--to", "int4", "--group-size"]
+    assert main([*words, "64", "--out", str(tmp_path / "64")]) == 0
+    assert "4 bits, groups of 64, zero points" in " ".join(capsys.readouterr().out.split())
+    assert main([*words, "128", "--out", str(tmp_path / "128")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "4 bits, groups of 128, zero points" in said
+    assert "6 matrices stay dense" in said
+    assert inspect_checkpoint(tmp_path / "128").refused == ""
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["--to", "int8", "--calibration", "text"], "--calibration: int8 loses next to nothing"),
+        (["--to", "fp8", "--group-size", "64"], "--group-size: fp8 has a scale for each output"),
+        (["--to", "int4", "--group-size", "48"], "invalid choice: 48"),
         (["--to", "int4", "--calibration", "missing"], "--calibration missing"),
         (["--to", "int3"], "invalid choice"),
         ([], "--to"),

@@ -1,4 +1,4 @@
-/* Dense weights as codes of 4 bits in groups of 32, with a scale and a zero point for each group:
+/* Dense weights as codes of 4 bits in groups of columns, with a scale and a zero point for each:
  * the search of model/quantization/on_the_fly.py (`fit` there, without importance), VW groups at
  * once. Sums run over a group in order, so a CPU's vectors make no difference. Or as codes of 8 bits
  * around 128, with a scale for each row.
@@ -6,11 +6,11 @@
  *   FIT    p  x [N, K] of the op's dtype, scales, zeros (float [N, groups]); or x, scales, 0:
  *             the scale [N] under which the largest number of a row is the largest code
  *   ROUND  p  x, scales, zeros or 0, codes (uint8 [N, K])
- *   n  K
+ *   n  K, columns of a group (at most 128)
  */
 #include "common.h"
 
-#define FIT_GROUP 32
+#define FIT_GROUP_MAX 128
 #define FIT_LEVELS 15.0f
 #define FIT_LARGEST 127.0f
 #define FIT_TINY 1e-12f
@@ -26,9 +26,10 @@ INLINE vf nearest_level(vf x) {
     return min_of(splat(FIT_LEVELS), at_least(x, 0.0f));
 }
 
-/* What the search keeps of VW groups: x [FIT_GROUP][VW], sums of x and of its squares. */
+/* What the search keeps of VW groups: x, sums of x and of its squares. */
 typedef struct {
-    vf x[FIT_GROUP], total, square, low, high;
+    vf x[FIT_GROUP_MAX], total, square, low, high;
+    int64_t size;
 } Groups;
 
 /* Sums over each group: of the codes' steps from `zero`, of steps * x and of steps squared. */
@@ -36,20 +37,21 @@ typedef struct {
     vf steps, by_x, by_step;
 } Sums;
 
-INLINE Groups take_groups(const void *x, int64_t first, int64_t K, int dtype) {
-    float one[FIT_GROUP][VW];
+INLINE void take_groups(Groups *it, const void *x, int64_t first, int64_t K, int dtype) {
+    float one[FIT_GROUP_MAX][VW];
     for (int g = 0; g < VW; g++)
-        for (int i = 0; i < FIT_GROUP; i++) {
-            int64_t k = (first + g) * FIT_GROUP + i;
+        for (int64_t i = 0; i < it->size; i++) {
+            int64_t k = (first + g) * it->size + i;
             one[i][g] = k < K ? load_one(x, k, dtype) : 0.0f;
         }
-    Groups it = {.low = splat(INFINITY), .high = splat(-INFINITY)};
-    for (int i = 0; i < FIT_GROUP; i++) {
-        vf each = it.x[i] = load_f32(one[i]);
-        it.total += each;
-        it.square += each * each;
-        it.low = min_of(each, it.low);
-        it.high = max_of(each, it.high);
+    it->total = it->square = (vf){0};
+    it->low = splat(INFINITY), it->high = splat(-INFINITY);
+    for (int64_t i = 0; i < it->size; i++) {
+        vf each = it->x[i] = load_f32(one[i]);
+        it->total += each;
+        it->square += each * each;
+        it->low = min_of(each, it->low);
+        it->high = max_of(each, it->high);
     }
     return it;
 }
@@ -57,7 +59,7 @@ INLINE Groups take_groups(const void *x, int64_t first, int64_t K, int dtype) {
 INLINE Sums sums_of(const Groups *it, vf scale, vf zero) {
     Sums s = {{0}, {0}, {0}};
     vf inverse = 1.0f / scale;
-    for (int i = 0; i < FIT_GROUP; i++) {
+    for (int64_t i = 0; i < it->size; i++) {
         vf step = nearest_level(it->x[i] * inverse + zero) - zero;
         s.steps += step;
         s.by_x += step * it->x[i];
@@ -68,14 +70,14 @@ INLINE Sums sums_of(const Groups *it, vf scale, vf zero) {
 
 /* Scale and zero point of least squares for the codes of which these are the sums. */
 INLINE void refit(const Groups *it, const Sums *s, vf *scale, vf *zero) {
-    const float each = 1.0f / FIT_GROUP;
+    const float size = (float)it->size, each = 1.0f / size;
     vf spread = s->by_step - s->steps * s->steps * each;
     vf slope = (s->by_x - s->steps * it->total * each) / at_least(spread, FIT_TINY);
     slope = choose((spread > 0.0f) & (slope > 0.0f), slope, *scale);
     vf moved = nearest_level(*zero - (it->total - slope * s->steps) * each / slope);
     vf change = *zero - moved;
     vf by_x = s->by_x + change * it->total;
-    vf by_step = s->by_step + 2.0f * change * s->steps + FIT_GROUP * change * change;
+    vf by_step = s->by_step + 2.0f * change * s->steps + size * change * change;
     slope = by_x / at_least(by_step, FIT_TINY);
     *scale = choose((by_step > 0.0f) & (slope > 0.0f), slope, *scale);
     *zero = moved;
@@ -101,10 +103,12 @@ INLINE void search(const Groups *it, vf *best, vf *best_zero) {
 }
 
 INLINE void fit_row(const Op *op, int64_t row, int dtype) {
-    int64_t K = op->n[0], groups = divide_up(K, FIT_GROUP);
+    int64_t K = op->n[0], group = op->n[1], groups = divide_up(K, group);
     float *scales = (float *)op->p[1] + row * groups, *zeros = (float *)op->p[2] + row * groups;
     for (int64_t first = 0; first < groups; first += VW) {
-        Groups it = take_groups(at(op->p[0], row * K, dtype), first, K, dtype);
+        Groups it;
+        it.size = group;
+        take_groups(&it, at(op->p[0], row * K, dtype), first, K, dtype);
         float found[2][VW];
         vf scale, zero;
         search(&it, &scale, &zero);
@@ -117,15 +121,15 @@ INLINE void fit_row(const Op *op, int64_t row, int dtype) {
 }
 
 INLINE void round_row(const Op *op, int64_t row, int dtype) {
-    int64_t K = op->n[0], groups = divide_up(K, FIT_GROUP);
+    int64_t K = op->n[0], group = op->n[1], groups = divide_up(K, group);
     const float *scales = (float *)op->p[1] + row * groups, *zeros = (float *)op->p[2] + row * groups;
     uint8_t *codes = (uint8_t *)op->p[3] + row * K;
     for (int64_t g = 0; g < groups; g++) {
-        float inverse = 1.0f / scales[g], level[FIT_GROUP];
-        int64_t first = g * FIT_GROUP, size = min_int(FIT_GROUP, K - first);
-        for (int64_t i = 0; i < FIT_GROUP; i++)
+        float inverse = 1.0f / scales[g], level[FIT_GROUP_MAX];
+        int64_t first = g * group, size = min_int(group, K - first);
+        for (int64_t i = 0; i < group; i++)
             level[i] = i < size ? load_one(op->p[0], row * K + first + i, dtype) : 0.0f;
-        for (int i = 0; i < FIT_GROUP; i += VW)
+        for (int64_t i = 0; i < group; i += VW)
             store_f32(level + i, nearest_level(load_f32(level + i) * inverse + zeros[g]));
         for (int64_t i = 0; i < size; i++) codes[first + i] = (uint8_t)level[i];
     }

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 KINDS = ("int8", "int4", "fp8")
+GROUPS = (32, 64, 128)  # columns of int4 that share a scale
 MAX_TEXT = 4 << 20  # characters of a calibration that are read: 64 for each of its tokens
 
 
@@ -30,6 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="text like what the model will read: int4 loses about half as much (GPTQ on its "
         "first 65,536 tokens)",
     )
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        choices=GROUPS,
+        help="columns of int4 that share a scale (32): fewer lose less, more are faster",
+    )
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit on the hub")
 
 
@@ -39,17 +46,21 @@ def run(args: argparse.Namespace, console: Console) -> int:
     from streamer.config import Config
     from streamer.fake.model import is_fake
     from streamer.model.inspect import inspect_checkpoint
+    from streamer.model.quantization.on_the_fly import GROUP
     from streamer.model.quantization.write import quantize_checkpoint
 
     if is_fake(args.model):
         raise UsageError("MODEL: the fake model has no weights")
     if args.calibration is not None and args.to != "int4":
         raise UsageError(f"--calibration: {args.to} loses next to nothing; it is for int4")
+    if args.group_size is not None and args.to != "int4":
+        raise UsageError(f"--group-size: {args.to} has a scale for each output; it is for int4")
     folder = resolve_model(Config(model=args.model, revision=args.revision))
     tokens = None
     if args.calibration is not None:
         tokens = _tokens(folder, args.calibration)
-    dense = quantize_checkpoint(folder, args.out, args.to, tokens, show_progress=True)
+    group = args.group_size or GROUP
+    dense = quantize_checkpoint(folder, args.out, args.to, tokens, group, show_progress=True)
     facts = inspect_checkpoint(args.out)
     size = sum(file.stat().st_size for file in args.out.glob("*.safetensors"))
     bits = 8 * size / facts.num_parameters

@@ -18,7 +18,7 @@ from streamer.model.decoder import DecoderLayer
 from streamer.model.families import DecoderConfig
 from streamer.model.layers import RopeTable, Step, WeightSource
 from streamer.model.memory import num_cores
-from streamer.model.quantization.on_the_fly import GROUP, LEVELS, fit, in_parallel
+from streamer.model.quantization.on_the_fly import LEVELS, fit, in_parallel
 
 SEQUENCE = 512  # tokens that see each other
 MAX_TOKENS = 1 << 16  # of a calibration; what comes after is not read
@@ -55,9 +55,9 @@ class Calibration:
         self._hidden = [table[part].contiguous() for part in whole.view(-1, SEQUENCE)]
 
     def layer(
-        self, index: int, modules: list[str], scale_dtype: torch.dtype
+        self, index: int, modules: list[str], scale_dtype: torch.dtype, group: int
     ) -> dict[str, QuantizedWeight]:
-        """The matrices of a layer, quantized; the layers before it must have been asked for."""
+        """The matrices of a layer in int4; the layers before it must have been asked for."""
         seen = _Seen(self._kernels, self._source)
         before = [hidden.clone() for hidden in self._hidden]
         self._run(index, cast(ops.Backend, seen), seen)
@@ -69,7 +69,7 @@ class Calibration:
                 known[id(gram)] = factor_of(gram)
             weight = self._source.take(f"{module}.weight")
             factor = known[id(gram)]
-            made[module] = compensated(weight, gram.diagonal(), factor, scale_dtype)
+            made[module] = compensated(weight, gram.diagonal(), factor, scale_dtype, group)
         self._hidden = before
         self._run(index, self._kernels, _Replaced(self._source, made))
         return made
@@ -157,6 +157,7 @@ def compensated(
     importance: torch.Tensor,
     factor: torch.Tensor,
     scale_dtype: torch.dtype,
+    group: int,
 ) -> QuantizedWeight:
     """A matrix [N, K] in int4, column by column: what a column loses, those after it make up for,
     as far as their inputs go together.
@@ -166,18 +167,18 @@ def compensated(
     """
     n, k = weight.shape
     codes = torch.empty(n, k, dtype=torch.uint8)
-    scales, zeros = torch.empty(n, k // GROUP), torch.empty(n, k // GROUP)
+    scales, zeros = torch.empty(n, k // group), torch.empty(n, k // group)
 
     def rows(first: int, last: int) -> None:
         left = weight[first:last].float().t().contiguous()  # columns side by side
-        for group, column in enumerate(range(0, k, GROUP)):
-            end = column + GROUP
-            part, lost = left[column:end], torch.empty(GROUP, last - first)
+        for index, column in enumerate(range(0, k, group)):
+            end = column + group
+            part, lost = left[column:end], torch.empty(group, last - first)
             weights = importance[column:end] / importance[column:end].mean().clamp(min=1e-30)
             scale, zero = fit(part, scale_dtype, weights.unsqueeze(1))
-            scales[first:last, group], zeros[first:last, group] = scale, zero
+            scales[first:last, index], zeros[first:last, index] = scale, zero
             corner = factor[column:end, column:end]
-            for i in range(GROUP):
+            for i in range(group):
                 found = (part[i] / scale).add_(zero).round_().clamp_(0, LEVELS)
                 lost[i] = (part[i] - (found - zero) * scale) / corner[i, i]
                 part[i + 1 :].addr_(corner[i, i + 1 :], lost[i], alpha=-1)
@@ -186,7 +187,7 @@ def compensated(
             left[end:].addmm_(factor[column:end, end:].t(), lost, alpha=-1)
 
     in_parallel(rows, n, -(-n // num_cores()))
-    return QuantizedWeight(codes, scales, GROUP, 4, offsets=-scales * zeros)
+    return QuantizedWeight(codes, scales, group, 4, offsets=-scales * zeros)
 
 
 def factor_of(gram: torch.Tensor) -> torch.Tensor:

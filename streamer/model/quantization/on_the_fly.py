@@ -83,16 +83,19 @@ def made_on_the_fly(method: str, asked: str | None) -> str | None:
 
 
 def quantize(
-    weight: torch.Tensor, kind: str, scale_dtype: torch.dtype = torch.float32
+    weight: torch.Tensor,
+    kind: str,
+    scale_dtype: torch.dtype = torch.float32,
+    group: int = GROUP,
 ) -> QuantizedWeight:
     """A dense matrix [N, K] as int8, int4 or fp8, with scales that are numbers of `scale_dtype`.
 
     int8  a scale for each output, of its largest number
-    int4  a scale and a zero point of 0 to 15 for each group of 32, searched for
+    int4  a scale and a zero point of 0 to 15 for each `group` of columns, searched for
     fp8   e4m3 with a scale for each output, of its largest number
     """
     n, k = weight.shape
-    bits, group = (4, GROUP) if kind == "int4" else (8, k)
+    bits, group = (4, group) if kind == "int4" else (8, k)
     codes = torch.empty(n, k, dtype=torch.float8_e4m3fn if kind == "fp8" else torch.uint8)
     scales = torch.empty(n, -(-k // group))
 
@@ -104,10 +107,10 @@ def quantize(
     if kind == "int4":
         search = _natively if is_native else _searched
         zeros = torch.empty_like(scales)
-        scales = search(weight, codes, scales, zeros, scale_dtype)
+        scales = search(weight, codes, scales, zeros, scale_dtype, group)
         return QuantizedWeight(codes, scales, group, bits, offsets=zeros.mul_(scales).neg_())
     if kind == "int8" and is_native:
-        scales = _natively(weight, codes, scales, None, scale_dtype)
+        scales = _natively(weight, codes, scales, None, scale_dtype, group)
         return QuantizedWeight(codes, scales, group, bits, zero=128)
     in_parallel(rows, n, max(1, CHUNK // k))
     return QuantizedWeight(codes, scales, group, bits, zero=0 if kind == "fp8" else 128)
@@ -119,13 +122,14 @@ def _searched(
     scales: torch.Tensor,
     zeros: torch.Tensor,
     scale_dtype: torch.dtype,
+    group: int,
 ) -> torch.Tensor:
     """Fill the codes [N, K], scales and zero points [N, groups] of int4; returns the scales."""
     n, k = weight.shape
 
     def rows(first: int, last: int) -> None:
-        x = torch.nn.functional.pad(weight[first:last].float(), (0, -k % GROUP))
-        x = x.view(-1, GROUP).t().contiguous()
+        x = torch.nn.functional.pad(weight[first:last].float(), (0, -k % group))
+        x = x.view(-1, group).t().contiguous()
         scale, zero = fit(x, scale_dtype)
         found = steps_of(x, scale, zero).add_(zero)
         codes[first:last] = found.t().reshape(last - first, -1)[:, :k]
@@ -142,14 +146,15 @@ def _natively(
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
     scale_dtype: torch.dtype,
+    group: int,
 ) -> torch.Tensor:
     """The same in C, without zero points int8: a thread searches 0.7 thousand million numbers a
     second for int4 (2026-11-22)."""
     from streamer.kernels.cpu.fit import fit, round_to_codes
 
-    fit(weight, scales, zeros)
+    fit(weight, scales, zeros, group)
     scales = _rounded(scales, scale_dtype)
-    round_to_codes(weight, scales, zeros, codes)
+    round_to_codes(weight, scales, zeros, codes, group)
     return scales
 
 
@@ -193,30 +198,30 @@ def _rounded(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def fit(
     x: torch.Tensor, scale_dtype: torch.dtype, importance: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero point [M] of each column of x [GROUP, M] of least squared error, found by
+    """Scale and zero point [M] of each column of x [group, M] of least squared error, found by
     turns: codes for a scale, then the scale for the codes (as llama.cpp's K-quants and HQQ do).
 
-    importance [GROUP, 1], of mean 1: what the square of an error weighs.
+    importance [group, 1], of mean 1: what the square of an error weighs.
     """
     heavy = x if importance is None else x * importance
     low, high = x.amin(0), x.amax(0)
-    total, square = heavy.sum(0), (heavy * x).sum(0)
+    mean, square = heavy.mean(0), (heavy * x).mean(0)
     smallest, best, best_zero = torch.full_like(low, torch.inf), low, low
     for share in SHARES:
         scale = ((high - low) * (share / LEVELS)).clamp_(min=TINY)
         zero = (LEVELS / 2 - (high + low) / 2 / scale).round_().clamp_(0, LEVELS)
         for step in range(STEPS + 1):
             steps = steps_of(x, scale, zero)
-            by_x = (steps * heavy).sum(0)
+            by_x = (steps * heavy).mean(0)
             weighed = steps if importance is None else steps * importance
-            by_step = (weighed * steps).sum(0)
+            by_step = (weighed * steps).mean(0)
             error = square - 2 * scale * by_x + scale.square() * by_step
             is_less = error < smallest
             smallest = torch.where(is_less, error, smallest)
             best = torch.where(is_less, scale, best)
             best_zero = torch.where(is_less, zero, best_zero)
             if step < STEPS:
-                scale, zero = _fitted(scale, zero, total, weighed.sum(0), by_x, by_step)
+                scale, zero = _fitted(scale, zero, mean, weighed.mean(0), by_x, by_step)
     best = torch.where(smallest < torch.inf, best, torch.nan)  # of an infinity or a NaN
     return _rounded(best, scale_dtype), best_zero
 
@@ -229,19 +234,19 @@ def steps_of(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.
 def _fitted(
     scale: torch.Tensor,
     zero: torch.Tensor,
-    total: torch.Tensor,
+    mean: torch.Tensor,
     steps: torch.Tensor,
     by_x: torch.Tensor,
     by_step: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero point of least squares for given codes; sums over a group: of x, of the
+    """Scale and zero point of least squares for given codes; means over a group: of x, of the
     codes' steps from `zero`, of steps * x and of steps squared."""
-    spread = by_step - steps.square() / GROUP
-    slope = (by_x - steps * total / GROUP) / spread.clamp(min=TINY)
+    spread = by_step - steps.square()
+    slope = (by_x - steps * mean) / spread.clamp(min=TINY)
     slope = torch.where((spread > 0) & (slope > 0), slope, scale)
-    moved = (zero - (total - slope * steps) / GROUP / slope).round_().clamp_(0, LEVELS)
+    moved = (zero - (mean - slope * steps) / slope).round_().clamp_(0, LEVELS)
     change = zero - moved
-    by_x = by_x + change * total
-    by_step = by_step + 2 * change * steps + GROUP * change.square()
+    by_x = by_x + change * mean
+    by_step = by_step + 2 * change * steps + change.square()
     slope = by_x / by_step.clamp(min=TINY)
     return torch.where((by_step > 0) & (slope > 0), slope, scale), moved

@@ -47,16 +47,19 @@ def quantize_checkpoint(
     out: Path,
     kind: str,
     calibration: list[int] | None = None,
+    group: int = GROUP,
     *,
     show_progress: bool,
 ) -> list[str]:
     """Write `folder`, quantized as int8, int4 or fp8, into the new folder `out`.
 
-    calibration: tokens of a text on which the errors of int4 are compensated. Returns the modules
-    that stay dense, because their inputs are no whole groups.
+    calibration: tokens of a text on which the errors of int4 are compensated
+    group: columns of int4 that share a scale: 32, 64 or 128
+
+    Returns the modules that stay dense, because their inputs are no whole groups.
     """
     with _new_folder(out) as part:
-        return _write(folder, part, kind, calibration, show_progress=show_progress)
+        return _write(folder, part, kind, calibration, group, show_progress=show_progress)
 
 
 @contextmanager
@@ -76,14 +79,20 @@ def _new_folder(out: Path) -> Iterator[Path]:
 
 
 def _write(
-    folder: Path, out: Path, kind: str, calibration: list[int] | None, *, show_progress: bool
+    folder: Path,
+    out: Path,
+    kind: str,
+    calibration: list[int] | None,
+    group: int,
+    *,
+    show_progress: bool,
 ) -> list[str]:
     """See quantize_checkpoint; makes `out`."""
     checkpoint, config = _open_dense(folder)
     dtype = DTYPES[checkpoint.stored_dtype]
     matrices = check_tensors(checkpoint, config)
     names = [name for name, _ in expected_tensors(config)]
-    dense = [m for m, matrix in matrices.items() if kind == "int4" and matrix.k % GROUP]
+    dense = [m for m, matrix in matrices.items() if kind == "int4" and matrix.k % group]
     shards = _Shards(out)
     title = f"Quantizing {folder.name}"
     with (
@@ -100,9 +109,11 @@ def _write(
             modules = [n.removesuffix(".weight") for n in of_layer if n.endswith("_proj.weight")]
             modules = [module for module in modules if module not in dense]
             if calibrated is not None:
-                made = calibrated.layer(index, modules, dtype)
+                made = calibrated.layer(index, modules, dtype, group)
             else:
-                made = {m: quantize(source.take(f"{m}.weight"), kind, dtype) for m in modules}
+                made = {
+                    m: quantize(source.take(f"{m}.weight"), kind, dtype, group) for m in modules
+                }
             for name in of_layer:
                 module = name.removesuffix(".weight")
                 if module in made:
@@ -114,7 +125,7 @@ def _write(
             advance()
         shards.add({name: source.take(name) for name in names if ".layers." not in name})
     shards.finish()
-    _write_texts(checkpoint, out, kind, [*dense, "lm_head"])
+    _write_texts(checkpoint, out, quantization_config(kind, group, [*dense, "lm_head"]))
     return dense
 
 
@@ -151,34 +162,35 @@ def _stored(weight: QuantizedWeight, kind: str, dtype: torch.dtype) -> dict[str,
 def _words(codes: torch.Tensor) -> torch.Tensor:
     """Codes of 4 bits [R, C] -> int32 [R, ceil(C / 8)], the first in the lowest bits."""
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 8))
-    return (codes[:, ::2] | codes[:, 1::2] << 4).contiguous().view(torch.int32)
+    packed = codes[:, ::2] | codes[:, 1::2] << 4
+    return packed.flatten().view(torch.int32).view(len(codes), -1)
 
 
-def quantization_config(kind: str, ignored: list[str]) -> dict[str, Any]:
+def quantization_config(kind: str, group: int, ignored: list[str]) -> dict[str, Any]:
     """What config.json says of the checkpoint."""
     weights: dict[str, Any] = {
         "num_bits": 4 if kind == "int4" else 8,
         "type": "float" if kind == "fp8" else "int",
         "symmetric": kind != "int4",
         "strategy": "group" if kind == "int4" else "channel",
-        "group_size": GROUP if kind == "int4" else None,
+        "group_size": group if kind == "int4" else None,
         "dynamic": False,
     }
     inputs = None
     if kind != "int4":
         inputs = {**weights, "strategy": "token", "dynamic": True}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    linear = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
         "format": FORMATS[kind],
-        "config_groups": {"group_0": group},
+        "config_groups": {"group_0": linear},
         "ignore": ignored,
     }
 
 
-def _write_texts(checkpoint: Checkpoint, out: Path, kind: str, ignored: list[str]) -> None:
-    config = {**checkpoint.config, "quantization_config": quantization_config(kind, ignored)}
+def _write_texts(checkpoint: Checkpoint, out: Path, quantization: dict[str, Any]) -> None:
+    config = {**checkpoint.config, "quantization_config": quantization}
     written = out / "config.json"
     written.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for weights in out.glob("*.safetensors"):

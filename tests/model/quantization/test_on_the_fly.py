@@ -68,8 +68,9 @@ def test_odd_shapes(kind: str, n: int, k: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("group", [32, 128])
 def test_the_search_in_c_loses_no_more_than_the_one_in_torch(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, scale_dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, scale_dtype: torch.dtype, group: int
 ) -> None:
     """The same search; sums are rounded in another order, so a few groups differ in a tie."""
     if why := ops.why_not_native():
@@ -77,9 +78,9 @@ def test_the_search_in_c_loses_no_more_than_the_one_in_torch(
     weight = (torch.randn(70, 8 * 32 + 8) * 0.03 + torch.randn(70, 1) * 0.02).to(dtype)
     weight[3], weight[5, 32:64] = 0, 0.02
     weight[6, 40], weight[7, 100] = torch.nan, torch.inf
-    native = quantize(weight, "int4", scale_dtype)
+    native = quantize(weight, "int4", scale_dtype, group)
     monkeypatch.setenv("STREAMER_KERNELS", "torch")
-    plain = quantize(weight, "int4", scale_dtype)
+    plain = quantize(weight, "int4", scale_dtype, group)
     assert torch.equal(native.scales.isfinite(), plain.scales.isfinite())
     assert torch.equal(
         native.scales.to(scale_dtype).float().nan_to_num(), native.scales.nan_to_num()

@@ -26,7 +26,7 @@ from streamer.model.families import parse_config
 from streamer.model.loader import check_tensors, load_decoder
 from streamer.model.quantization import write
 from streamer.model.quantization.calibrate import compensated, factor_of
-from streamer.model.quantization.on_the_fly import KINDS, quantize
+from streamer.model.quantization.on_the_fly import quantize
 from streamer.model.quantization.write import quantize_checkpoint
 from tests.model.hand import paged_logits
 from tests.model.test_decoder import random_tokens
@@ -35,8 +35,8 @@ SIZES = {"intermediate_size": 128, "num_hidden_layers": 2}
 DENSE = ("model.embed_tokens", "lm_head")
 
 
-def written(folder: Path, out: Path, kind: str, calibration: list[int] | None = None) -> Path:
-    quantize_checkpoint(folder, out, kind, calibration, show_progress=False)
+def written(folder: Path, out: Path, kind: str, *how: Any) -> Path:
+    quantize_checkpoint(folder, out, kind, *how, show_progress=False)
     return out
 
 
@@ -48,17 +48,20 @@ def logits(folder: Path, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "group"), [("int8", 32), ("int4", 32), ("int4", 64), ("int4", 128), ("fp8", 32)]
+)
 def test_compressed_tensors_reads_the_same_weights(
-    checkpoint: Any, tmp_path: Path, kind: str, dtype: torch.dtype
+    checkpoint: Any, tmp_path: Path, kind: str, group: int, dtype: torch.dtype
 ) -> None:
     """By its own config and decompressor; they are what is made while loading, too."""
-    source = checkpoint("llama", 1, dtype=dtype, **SIZES)
-    folder = written(source, tmp_path / "q", kind)
+    source = checkpoint("llama", 1, dtype=dtype, hidden_size=128, **SIZES)
+    folder = written(source, tmp_path / "q", kind, None, group)
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     theirs = QuantizationConfig.model_validate(config)
     assert theirs.ignore == ["lm_head"]
     scheme: Any = theirs.config_groups["group_0"]
+    assert scheme.weights.group_size == (group if kind == "int4" else None)
     compressor: Any = BaseCompressor.get_value_from_registry(CompressionFormat(theirs.format).value)
     stored, dense = load_file(folder / "model.safetensors"), load_file(source / "model.safetensors")
     opened = open_checkpoint(folder)
@@ -68,7 +71,7 @@ def test_compressed_tensors_reads_the_same_weights(
             continue
         parts = {name: stored[whole] for name, whole in matrix.names.items()}
         ours = dequantize(matrix.scheme.read(parts, matrix.n, matrix.k))
-        expected = quantize(dense[f"{module}.weight"], kind, dtype)
+        expected = quantize(dense[f"{module}.weight"], kind, dtype, group)
         torch.testing.assert_close(ours, dequantize(expected), rtol=1e-5, atol=1e-6)
         read = compressor.decompress(dict(parts), scheme)["weight"].float()
         tolerance = 1e-5 if dtype == torch.float32 else 2**-7  # it multiplies in the scales' dtype
@@ -140,13 +143,14 @@ def test_what_can_not_be_quantized(checkpoint: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "twice").exists()
 
 
-def test_compensation_loses_less_where_inputs_go_together() -> None:
+@pytest.mark.parametrize("group", [32, 128])
+def test_compensation_loses_less_where_inputs_go_together(group: int) -> None:
     """In what the matrix gives for such inputs, though its own numbers lose more."""
-    inputs = torch.randn(1000, 24) @ torch.randn(24, 96) + 0.3 * torch.randn(1000, 96)
-    weight = torch.randn(40, 96)
-    plain = quantize(weight, "int4")
+    inputs = torch.randn(1000, 32) @ torch.randn(32, 128) + 0.3 * torch.randn(1000, 128)
+    weight = torch.randn(40, 128)
+    plain = quantize(weight, "int4", group=group)
     gram = inputs.t() @ inputs
-    better = compensated(weight, gram.diagonal(), factor_of(gram), torch.float32)
+    better = compensated(weight, gram.diagonal(), factor_of(gram), torch.float32, group)
     assert isinstance(better, QuantizedWeight)
 
     def lost(found: QuantizedWeight) -> float:
