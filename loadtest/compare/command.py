@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .. import table
 from ..processes import EngineFailed
-from .engines import ENGINES, LLAMA, OURS, Engine, Places, environment
+from .engines import ENGINES, LLAMA, OURS, WEIGHTS, Engine, Places, environment
 from .install import PACKAGES, install
 from .limit import Machine
 from .results import KINDS, Failure, Peak, Results, Sample, report, svg
@@ -165,7 +165,9 @@ def _write_quantized(
         target = places.written(model, engine.weights)
         if places.source(engine, model) == str(target) and not target.exists():
             console.out(f"Making {target.name}")
-            words = ["quantize", places.checkpoint(model), "--to", engine.weights]
+            weights = WEIGHTS[engine.weights]
+            words = ["quantize", places.checkpoint(model), "--to", f"int{weights.kind}"]
+            words += ["--group-size", str(weights.group)] if weights.group else []
             command = [sys.executable, "-m", "streamer", *words, "--out", str(target)]
             env = environment(ENGINES[OURS], places, THREADS)
             subprocess.run(command, check=True, env=env, stdout=sys.stderr)

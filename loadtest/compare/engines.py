@@ -30,12 +30,14 @@ class Weights(msgspec.Struct, frozen=True):
 
     kind  16, 8 or 4 bits a weight;  stored_bits  with scales and zero points
     head_bits  of the last matrix, where it is stored otherwise
+    group      columns of a scale, of a checkpoint that `streamer quantize` writes for it
     """
 
     kind: int
     stored_bits: float
     is_gguf: bool = False
     head_bits: float | None = None
+    group: int = 0
 
     def mean_bits(self, model: Model) -> float:
         """Bits a weight of all that a step reads."""
@@ -50,6 +52,7 @@ WEIGHTS = {
     "int8": Weights(8, 8),
     "Q8_0": Weights(8, 8.5, is_gguf=True),
     "int4": Weights(4, 4.63, head_bits=8),
+    "int4-g128": Weights(4, 4.16, head_bits=16, group=128),
     "Q4_0": Weights(4, 4.5, is_gguf=True, head_bits=6.56),
     "Q4_K_M": Weights(4, 4.85, is_gguf=True),
 }
@@ -132,6 +135,16 @@ def _quantized() -> Iterator[Engine]:
             serves=True,
             weights=name,
         )
+    yield Engine(
+        f"{OURS}-int4-g128-kv8",
+        "Streamer int4, groups of 128, int8 KV",
+        "",
+        "run_streamer",
+        {"kv_cache_dtype": "int8"},
+        serves=True,
+        ready="/ready",
+        weights="int4-g128",
+    )
     for name in ("Q8_0", "Q4_0", "Q4_K_M"):
         low = name.lower()
         yield Engine(
@@ -215,7 +228,7 @@ class Places(msgspec.Struct, frozen=True):
 
     def source(self, engine: Engine, model: Model) -> str:
         """What the engine loads: the checkpoint, or the file or folder of its weights."""
-        if engine.home == VLLM and engine.weights != BF16:
+        if (engine.home == VLLM and engine.weights != BF16) or WEIGHTS[engine.weights].group:
             return str(self.written(model, engine.weights))
         is_gguf = engine.is_llama or WEIGHTS[engine.weights].is_gguf
         return str(self.gguf(model, engine.weights)) if is_gguf else self.checkpoint(model)

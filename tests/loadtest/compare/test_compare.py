@@ -110,22 +110,26 @@ def test_quantized_engines_read_their_own_files(tmp_path: Path) -> None:
     assert places.source(ENGINES["vllm"], SMALL) == places.checkpoint(SMALL)
 
 
-def test_what_vllm_reads_is_written_by_quantize(
+def test_what_engines_read_packed_is_written_by_quantize(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once; other engines make their own codes of the dense checkpoint."""
     places, commands = Places(tmp_path), []
     Path(places.checkpoint(SMALL)).mkdir(parents=True)
     monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command))
-    engines = [ENGINES[name] for name in ("streamer-int4", "vllm", "vllm-int8")]
+    names = ("streamer-int4", "vllm", "vllm-int8", "streamer-int4-g128-kv8")
+    engines = [ENGINES[name] for name in names]
     compare.make_models([SMALL], engines, places, Console(quiet=True))
-    target = places.written(SMALL, "int8")
-    ((*_, command, source, to, kind, out, folder),) = commands
-    assert (command, source) == ("quantize", places.checkpoint(SMALL))
-    assert (to, kind, out, folder) == ("--to", "int8", "--out", str(target))
-    target.mkdir()
+    targets = [places.written(SMALL, weights) for weights in ("int8", "int4-g128")]
+    words = [command[command.index("quantize") + 1 :] for command in commands]
+    source, (first, second) = places.checkpoint(SMALL), map(str, targets)
+    assert words[0] == [source, "--to", "int8", "--out", first]
+    assert words[1] == [source, "--to", "int4", "--group-size", "128", "--out", second]
+    assert second in server_command(engines[-1], SMALL, places, 2, 1)
+    for target in targets:
+        target.mkdir()
     compare.make_models([SMALL], engines, places, Console(quiet=True))
-    assert len(commands) == 1
+    assert len(commands) == 2
 
 
 def test_peers_do_not_see_our_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
