@@ -4,6 +4,7 @@ All matrices of a decoder are multiplied one after the other, as a step does wit
 bfloat16 first, then each form of codes. One row is a matter of memory: its rate stands beside that
 of a plain sum over memory, right before or after, since a virtual machine's changes from minute to
 minute. Many rows are a matter of arithmetic, and stand beside bfloat16. The fastest run counts.
+Whole prompts of a checkpoint are measured by prompts.py.
 """
 
 from __future__ import annotations
@@ -63,28 +64,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How many layers, rows and threads."""
     add = parser.add_argument
     add("--layers", type=int, default=16, help="of Qwen3-0.6B's shapes (16)")
-    add("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 512], help="at once (1 8 32 64 512)")
+    says = "at once (1 8 32 64 512); without a number: no matrices by themselves"
+    add("--rows", type=int, nargs="*", default=[1, 8, 32, 64, 512], help=says)
+    says = "also compute whole prompts of --model, in bfloat16, int8 and int4 in turn"
+    add("--prompts", type=int, nargs="+", default=[], metavar="TOKENS", help=says)
+    add("--model", help="checkpoint of the prompts (the bundled model)")
     add("--threads", type=int, help="of the kernels (all cores)")
     add("--seconds", type=float, default=0.5, help="of each measurement, at least one run (0.5)")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Measure every form and print a table."""
+    """Measure every form and print a table, and one of whole prompts where they are asked for."""
     import torch
 
     from streamer.kernels import ops
+    from streamer.loadtest.inside import prompts
 
     if why := ops.why_not_native():
         raise ConfigError(f"there are no native kernels here: {why}", param="threads")
-    if min(args.layers, *args.rows) < 1:
-        raise ConfigError("--layers and --rows must be at least 1", param="rows")
+    if min((args.layers, *args.rows, *args.prompts)) < 1:
+        raise ConfigError("--layers, --rows and --prompts must be at least 1", param="rows")
+    if args.model and not args.prompts:
+        raise ConfigError("--model: only --prompts reads one", param="model")
     kernels = ops.for_cpu()
-    kernels.set_threads(args.threads or torch.get_num_threads())
+    threads = args.threads or torch.get_num_threads()
+    kernels.set_threads(threads)
     found = []
-    for name in ("bfloat16", *FORMS):
+    for name in ("bfloat16", *FORMS) if args.rows else ():
         with console.status(f"Measuring {name}"):
             found.append(measure(name, args.layers, args.rows, args.seconds))
-    console.print(terminal(table(found), f"{args.layers} layers"))
+    if found:
+        console.print(terminal(table(found), f"{args.layers} layers"))
+    if args.prompts:
+        times = prompts.measure(args.model, args.prompts, threads, console)
+        console.print(terminal(prompts.table(times), "whole prompts"))
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from streamer.cli import main
+from streamer.loadtest.inside import prompts
 from streamer.loadtest.inside.linear import FORMS, Measured, table
 
 
@@ -22,3 +23,21 @@ def test_every_form_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "linear", *flags]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("bfloat16", *FORMS))
+
+
+def test_prompts_are_paired_by_round() -> None:
+    times = {"bfloat16": [2.0, 4.0, 2.0], "int8": [1.0, 1.0, 2.0], "int4": [0.5, 2.0, 1.0]}
+    heading, row = prompts.table({512: times})
+    assert heading[2:5] == ("int8", "/ bf16", "lowest")
+    assert row == ("512", "256", "512", "2.00", "1.00", "512", "2.00", "2.00")
+
+
+def test_whole_prompts_in_every_form(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of more than one step, too."""
+    words = ["bench", "linear", "--rows", "--threads", "1"]
+    assert main([*words, "--prompts", "40", "600"]) == 0
+    shown = capsys.readouterr().out
+    assert "layers" not in shown
+    assert [line.split()[0] for line in shown.splitlines()[-2:]] == ["40", "600"]
+    assert main([*words, "--model", "anything"]) == 1
+    assert "--model: only --prompts reads one" in capsys.readouterr().err
