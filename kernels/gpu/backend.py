@@ -25,7 +25,7 @@ set_threads = reference.set_threads
 # block is 0.4 to 2.5 MB, at which the copy engines do 40 GB/s and more on an H100 (published, not
 # measured here) and leave the multiprocessors alone.
 swap_blocks = reference.swap_blocks
-graph = reference.graph  # decodes are recorded whole: model/runner/recorded.py
+graph = reference.graph  # steps are recorded whole: model/runner/recorded.py
 
 
 def new_pool(

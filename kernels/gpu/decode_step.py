@@ -1,9 +1,8 @@
 """The inputs of a decode step, made on the device from the state that the last step left there.
 
-Owns each row slot's latest token, progress and block table on the device. `prepare` turns them
-into a step's inputs, `commit` stores the tokens drawn. Neither needs data from the host, so the
-next step can be launched before this one's tokens are read. All shapes are fixed by `size`, for
-CUDA graphs. Called by model/runner/cuda.py, which writes joins and new blocks into `flat`.
+`prepare` turns RowState's tokens, progress and block tables into a step's inputs, `commit` stores
+the tokens drawn. Neither needs data from the host, so the next step can be launched before this
+one's tokens are read. Called by model/runner/recorded.py.
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
@@ -13,11 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from streamer.kernels.batch import AttentionBatch
 from streamer.kernels.gpu.attention.rows import TILE_FIELDS, Rows
+from streamer.kernels.gpu.fixed_step import FixedStep, RowState
 
 BLOCK = 128  # rows a program; unmeasured
-ALIGNED = 4  # int32 elements in 16 bytes, the alignment by which Triton specializes
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -86,65 +84,31 @@ def _commit_kernel(
     tl.store(computed_ptr + chosen, position + 1, mask=is_row)
 
 
-class RowState:
-    """Row slots on the device, all int32, in one tensor, so that one launch writes many of them.
-
-    flat      everything below, one after the other
-    latest    [slots] the last known token
-    computed  [slots] tokens with K and V, which is the latest token's position while decoding
-    chosen    [slots] the row slots that decode, then -1
-    tables    [slots, W] blocks
-    """
-
-    __slots__ = ("block_size", "chosen", "computed", "flat", "latest", "tables")
-
-    def __init__(self, slots: int, width: int, block_size: int, device: torch.device | str) -> None:
-        room = -(-slots // ALIGNED) * ALIGNED
-        self.flat = torch.zeros(3 * room + slots * width, dtype=torch.int32, device=device)
-        self.latest, self.computed, self.chosen = (
-            self.flat[n * room : n * room + slots] for n in range(3)
-        )
-        self.tables = self.flat[3 * room :].view(slots, width)
-        self.block_size = block_size
-        self.clear()
-
-    def clear(self) -> None:
-        """No row decodes."""
-        self.flat.zero_()
-        self.chosen.fill_(-1)
-
-
-class DecodeStep:
-    """Inputs of a decode of up to `size` rows, in tensors whose addresses do not change.
+class DecodeStep(FixedStep):
+    """Inputs of a decode of up to `size` rows.
 
     chosen     [size] int32, the state's first ones: the row slot of each row, -1 for padding
-    tokens     [size] int64;  positions  [size] int64
     drawn_at   [size] int64: position of the token that each row draws
-    batch      for the ops; padding stores nothing and its outputs are undefined
     """
 
-    __slots__ = ("_rows", "batch", "chosen", "drawn_at", "positions", "state", "tokens")
+    __slots__ = ("chosen", "drawn_at")
 
     def __init__(self, state: RowState, size: int) -> None:
         device = state.latest.device
-        max_context = state.tables.shape[1] * state.block_size
-        self.state = state
-        self.chosen = state.chosen[:size]
-        self.tokens, self.positions, slots, self.drawn_at = (
+        tokens, positions, slots, self.drawn_at = (
             torch.zeros(size, dtype=torch.int64, device=device) for _ in range(4)
         )
-        self._rows = Rows(
+        self.chosen = state.chosen[:size]
+        rows = Rows(
             starts=torch.arange(size + 1, dtype=torch.int32, device=device),
             contexts=torch.zeros(size, dtype=torch.int32, device=device),
             tiles=torch.zeros(size, TILE_FIELDS, dtype=torch.int32, device=device),
             tables=state.tables,
             num_wide=0,
             num_parts=size,
-            spans=np.array([max_context]),
+            spans=np.array([state.max_context]),
         )
-        self.batch = AttentionBatch.fixed(
-            slots, state.block_size, {"rows": self._rows}, max_context=max_context
-        )
+        super().__init__(state, rows, tokens, positions, slots)
 
     def prepare(self) -> None:
         """Fill the inputs from `chosen` and the state."""

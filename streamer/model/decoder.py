@@ -97,6 +97,7 @@ class Decoder:
         self.dtype = source.dtype
         self.vocab_size = config.vocab_size
         self.num_layers = config.num_layers
+        self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
         table = source.weight("model.embed_tokens")

@@ -124,7 +124,8 @@ def test_swaps_to_pinned_memory_and_back(device: str) -> None:
 def test_a_captured_decode_equals_the_steps_it_was_captured_from(device: str) -> None:
     """prepare, attention, sampling and commit as one CUDA graph, replayed without host data."""
     from streamer.kernels.gpu import backend
-    from streamer.kernels.gpu.decode_step import DecodeStep, RowState
+    from streamer.kernels.gpu.decode_step import DecodeStep
+    from streamer.kernels.gpu.fixed_step import RowState
     from streamer.kernels.gpu.sampling.sample import SamplingRows, sample
     from tests.kernels.gpu.test_decode_step import BLOCK, Model
 
@@ -158,3 +159,41 @@ def test_a_captured_decode_equals_the_steps_it_was_captured_from(device: str) ->
     chosen = [0, 2, 3]
     assert torch.equal(captured[1].state.latest[chosen], plain[1].state.latest[chosen])
     assert captured[1].state.computed.tolist() == plain[1].state.computed.tolist() == [6, 0, 6, 6]
+
+
+def test_a_captured_step_with_chunks_computes_what_is_sent(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """prepare, stores and attention as one CUDA graph, replayed for steps of other rows: bit for
+    bit what they are op by op."""
+    from tests.kernels.gpu import test_mixed_step as steps
+
+    steps.small_tiles(monkeypatch)
+    cases = [steps.new_case(rows) for rows in steps.STEPS]
+    most = max((case.pool for case in cases), key=len)
+    pool = torch.full(most.shape, torch.nan, device=device)
+    step, held = steps.new_step(device), steps.Inputs(cases[0], device)
+    out = torch.zeros_like(held.q)
+
+    def work() -> None:
+        step.prepare()
+        out.copy_(held.run(cases[0], pool, step.batch, steps.SIZE))
+
+    graph = None
+    for case in cases:
+        inputs = steps.Inputs(case, device)
+        for name in ("k", "v", "q"):
+            getattr(held, name).copy_(getattr(inputs, name))
+        steps.send(step, case)
+        if graph is None:
+            work()  # compiles
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                work()
+        pool[: len(case.pool)].copy_(case.pool)
+        graph.replay()
+        alone, count = case.pool.to(device), len(case.slots)
+        expected = inputs.run(case, alone, steps.batch_of(case, device), count)
+        assert torch.equal(out[:count], expected)
+        assert torch.equal(pool[: len(alone)].nan_to_num(7.0), alone.nan_to_num(7.0))

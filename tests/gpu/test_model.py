@@ -18,7 +18,9 @@ from tests.gpu.on_device import require_cuda
 require_cuda()
 
 from streamer.kernels import reference as plain  # noqa: E402
+from streamer.model.runner import recorded  # noqa: E402
 from streamer.model.runner.device import CudaDevice, CudaStream  # noqa: E402
+from streamer.model.runner.recorded import RecordedMixed  # noqa: E402
 from tests.model import test_parity as parity  # noqa: E402
 from tests.model.conftest import checkpoint, reference  # noqa: E402
 from tests.model.runner.test_cpu import (  # noqa: E402
@@ -32,8 +34,9 @@ from tests.model.runner.test_cpu import (  # noqa: E402
     test_swap_out_and_in,
     test_wrong_plans,
 )
-from tests.model.runner.test_cuda import KINDS, SWAP, serve  # noqa: E402
+from tests.model.runner.test_cuda import KINDS, SWAP, serve, tokens_of  # noqa: E402
 from tests.model.sampling.test_seeded import *  # noqa: E402, F403
+from tests.model.sync_engine import GREEDY  # noqa: E402
 from tests.model.test_parity import *  # noqa: E402, F403
 from tests.model.where import Where  # noqa: E402
 
@@ -117,3 +120,24 @@ def test_every_kind_of_row_is_drawn_alike_under_races(
     )  # fmt: skip
     assert pressed.preemptions[0] >= 1
     assert pressed.tokens == alone.tokens
+
+
+def test_recorded_steps_with_chunks_have_transformers_tokens(
+    checkpoint: Any, oracle: Any, record_property: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replayed for as many tokens as are in them, and op by op beyond the largest size."""
+    given: list[int] = []
+    pack = RecordedMixed.pack
+
+    def seen(self: Any, tokens: Any, *more: Any) -> Any:
+        given.append(len(tokens))
+        return pack(self, tokens, *more)
+
+    monkeypatch.setattr(RecordedMixed, "pack", seen)
+    monkeypatch.setattr(recorded, "MIXED_SIZES", (16, 32))
+    folder = checkpoint("llama", 1)
+    asks = parity.mixed_asks(2, 24, longest=60, output=(4, 12))
+    engine = serve(folder, asks, [GREEDY], max_num_seqs=8, max_num_batched_tokens=64)
+    assert given
+    assert max(given) <= 32
+    oracle(folder).compare(tokens_of(engine, asks), asks, record_property)

@@ -11,6 +11,7 @@ require_cuda()
 from tests.kernels.gpu.test_attention import *  # noqa: E402, F403
 from tests.kernels.gpu.test_decode_step import *  # noqa: E402, F403
 from tests.kernels.gpu.test_linear import *  # noqa: E402, F403
+from tests.kernels.gpu.test_mixed_step import *  # noqa: E402, F403
 from tests.kernels.gpu.test_sample import *  # noqa: E402, F403
 from tests.kernels.test_attention import *  # noqa: E402, F403
 from tests.kernels.test_linear import *  # noqa: E402, F403

@@ -1,6 +1,6 @@
 """The GPU's ops on CPU tensors, by plain torch: steps of the CUDA runner without the interpreter.
 
-The rows of a decode batch, which are known on the device alone, are read from its tensors and
+The rows of a batch for graphs, which are known on the device alone, are read from its tensors and
 computed as reference.py computes any other. Sampling and the making of decode steps are not among
 these ops: they stay Triton's.
 """
@@ -16,7 +16,7 @@ from streamer.kernels.batch import AttentionBatch
 
 
 class TorchOps:
-    """reference.py, also for batches of decode_step.DecodeStep."""
+    """reference.py, also for batches of fixed_step.FixedStep."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(reference, name)
@@ -63,12 +63,14 @@ def _real(batch: AttentionBatch) -> tuple[torch.Tensor, ops.AttentionBatch]:
     rows = batch.derived.get("rows")
     if rows is None:
         return torch.arange(batch.num_tokens), batch
-    kept = (rows.contexts > 0).nonzero()[:, 0]
-    contexts = rows.contexts[kept].tolist()
+    contexts, starts = rows.contexts.tolist(), rows.starts.tolist()
+    real = [row for row, context in enumerate(contexts) if context]
+    table_of = {row: table for row, _, table, _ in rows.tiles.tolist()}
+    kept = torch.tensor([n for r in real for n in range(starts[r], starts[r + 1])]).long()
     return kept, AttentionBatch(
-        query_lens=[1] * len(kept),
-        context_lens=contexts,
-        block_tables=rows.tables[rows.tiles[kept, 2].long()],
+        query_lens=[starts[r + 1] - starts[r] for r in real],
+        context_lens=[contexts[r] for r in real],
+        block_tables=rows.tables[[table_of[r] for r in real]],
         slots=batch.slots[kept],
         block_size=batch.block_size,
     )

@@ -221,9 +221,11 @@ class _Shape:
 
     __slots__ = ("dim_pad", "keys", "narrow", "share", "stages", "warps", "wide")
 
-    def __init__(self, q: torch.Tensor, pool_layer: torch.Tensor) -> None:
-        item_bytes, dim = q.element_size(), q.shape[2]
-        self.share = q.shape[1] // pool_layer.shape[2]
+    def __init__(
+        self, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, pool_dtype: torch.dtype
+    ) -> None:
+        item_bytes = dtype.itemsize
+        self.share = heads // kv_heads
         self.dim_pad = max(16, power_of_2(dim))
         self.narrow = max(NARROW, power_of_2(self.share))
         is_large = item_bytes == 4 or self.dim_pad > 128
@@ -231,9 +233,19 @@ class _Shape:
         self.keys = min(64, max(16, KEY_ELEMENTS[item_bytes] // self.dim_pad))
         # Codes are widened in registers: with 4 warps Triton 3.6.0 spills 96 bytes of them, and
         # 272 of float32, which no tensor core multiplies.
-        is_heavy = item_bytes == 4 or self.wide > WIDE or pool_layer.dtype in LIMITS
+        is_heavy = item_bytes == 4 or self.wide > WIDE or pool_dtype in LIMITS
         self.warps = 8 if is_heavy else 4
         self.stages = STAGES
+
+    @property
+    def tile_tokens(self) -> tuple[int, int]:
+        """Query tokens of a narrow and of a wide tile."""
+        return self.narrow // self.share, self.wide // self.share
+
+
+def tile_tokens(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[int, int]:
+    """How many query tokens of a row a narrow tile holds, and how many a wide one."""
+    return _Shape(heads, kv_heads, dim, dtype, dtype).tile_tokens
 
 
 def paged_attention(
@@ -248,8 +260,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """See Backend.paged_attention. The output of a row without context is not written."""
     kv_heads = pool_layer.shape[2]
-    shape = _Shape(q, pool_layer)
-    rows = Rows.of(batch, shape.narrow // shape.share, shape.wide // shape.share)
+    shape = _Shape(q.shape[1], kv_heads, q.shape[2], q.dtype, pool_layer.dtype)
+    rows = Rows.of(batch, *shape.tile_tokens)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     shared = _shared_arguments(out, rows, shape, sliding_window, sinks)
     has_scales = pool_layer.dtype in LIMITS

@@ -2,7 +2,7 @@
 
 Cuts the rows' query tokens into tiles. Wide tiles are pieces of prefill chunks and read their keys
 alone; narrow tiles are whole rows of few tokens (decodes), whose keys may be split among several
-programs. Called by paged.py, and by decode_step.py, whose rows live on the device.
+programs. Called by paged.py, and by decode_step.py and mixed_step.py, whose tensors stay.
 """
 
 import numpy as np
@@ -92,10 +92,9 @@ class Rows:
     def _make(cls, batch: AttentionBatch, narrow: int, wide: int) -> "Rows":
         lens, contexts = np.array(batch.query_lens), np.array(batch.context_lens)
         starts = np.array(batch.query_starts)
-        is_narrow = lens <= narrow
-        large, small = wide_tiles(lens, contexts, ~is_narrow, wide), np.flatnonzero(is_narrow)
-        before = np.cumsum(lens[small]) - lens[small]
-        tiles = np.concatenate([large, np.stack((small, 0 * small, small, before), 1)])
+        large, small = cut(lens, contexts, narrow, wide)
+        few = small[:, 0]
+        tiles = np.concatenate([large, small])
         # One copy to the device. Each part begins at a multiple of 16 bytes: Triton specializes
         # kernels by that alignment, and would compile another one where it differs.
         room = -len(starts) % 4
@@ -108,10 +107,25 @@ class Rows:
             tiles=on_device[: tiles.size].view(-1, TILE_FIELDS),
             tables=batch.block_tables,
             num_wide=len(large),
-            num_parts=int(lens[small].sum()),
-            spans=contexts[small],
-            queries=lens[small],
+            num_parts=int(lens[few].sum()),
+            spans=contexts[few],
+            queries=lens[few],
         )
+
+
+def cut(lens: Ints, contexts: Ints, narrow: int, wide: int) -> tuple[Ints, Ints]:
+    """Wide tiles and narrow ones, [n, 4] each, of rows whose tables are in the rows' order."""
+    small = np.flatnonzero(lens <= narrow)
+    before = np.cumsum(lens[small]) - lens[small]
+    large = wide_tiles(lens, contexts, lens > narrow, wide)
+    return large, np.stack((small, 0 * small, small, before), 1)
+
+
+def most_wide(max_rows: int, max_tokens: int, narrow: int, wide: int) -> int:
+    """The most wide tiles that steps of so many rows and tokens are cut into: each row of them adds
+    at most one to those that its tokens fill."""
+    rows = min(max_rows, max_tokens // (narrow + 1))
+    return (max_tokens - rows) // wide + rows
 
 
 def wide_tiles(lens: Ints, contexts: Ints, is_wide: NDArray[np.bool_], wide: int) -> Ints:

@@ -41,7 +41,7 @@ SECTIONS = {
     "bandwidth": Section(10, "memory's rate"),
     "single": Section(90, "one stream, three models, two also in 4 bits"),
     "batch": Section(65, "nano-vllm's 256 requests"),
-    "step": Section(75, "a step's time on host and device, of 1, 32 and 256 rows"),
+    "step": Section(79, "a step's time on host and device: decodes, and chunks beside them"),
     "attention": Section(60, "beside torch's SDPA on contiguous K and V"),
     "tune": Section(50, "kernels with other tiles and stages"),
     "swap": Section(15, "beside a plain pinned copy"),

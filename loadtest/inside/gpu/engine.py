@@ -38,6 +38,7 @@ BATCH_TOKENS = 16_384  # computed in a step
 STEP_ROWS, STEP_PROMPT, STEPS = 256, 128, 200
 HOST_MS = AtMost(0.3)
 PROFILED, KERNELS = 8, 12  # steps, and kernels that are listed
+MIXED_TOKENS, MIXED_ROWS, MIXED_STEPS = (64, 256, 1024), 16, 20
 
 
 class Request(NamedTuple):
@@ -164,7 +165,8 @@ class StepCase(NamedTuple):
 
 def step(where: Where, report: Report) -> None:
     """Times of a steady decode step on the host and on the device: 1, 32 and 256 rows, with filters
-    and without, recorded for a short context and for the model's own, as a server does by default.
+    and without, recorded for a short context and for the model's own, as a server does by default;
+    and of steps with a chunk beside decodes, recorded and op by op.
     """
     report.doing(f"making {SMALLEST}")
     model = make_model(SMALLEST, where)
@@ -174,6 +176,8 @@ def step(where: Where, report: Report) -> None:
     cases += [StepCase(most, True, default), StepCase(most, False, short)]
     for case in cases:
         _step(model, where, report, case)
+    for tokens in (24,) if where.is_tiny else MIXED_TOKENS:
+        _mixed(model, where, report, tokens)
 
 
 def _step(model: Model, where: Where, report: Report, case: StepCase) -> None:
@@ -207,6 +211,55 @@ def _step(model: Model, where: Where, report: Report, case: StepCase) -> None:
         _report_step(report, case.name, times, wall_s, where)
         report.doing(f"{case.name}: the profiler")
         _profile(bed, report, case.name, where)
+    finally:
+        bed.close()
+        free(where)
+
+
+def _mixed(model: Model, where: Where, report: Report, tokens: int) -> None:
+    """Report steps of so many tokens: decodes, and a chunk of a long prompt."""
+    rows = 2 if where.is_tiny else MIXED_ROWS
+    what = f"{SMALLEST}, {tokens:,} tokens, {rows} of them decodes"
+    took = []
+    for name in ("recorded", "op by op"):
+        report.doing(f"{what}: {name}")
+        times, wall_s = _mixed_steps(model, where, report, tokens, rows, name == "recorded")
+        launch_ms = statistics.median(t.launch_s for t in times) * 1e3
+        note = f"from one to the next; launched in {launch_ms:.3f} ms"
+        report.add(what, f"step, {name}", wall_s * 1e3, "ms", note)
+        took.append(wall_s)
+    report.add(what, "op by op", took[1] / took[0], "x", "of the recorded step's time")
+
+
+def _mixed_steps(
+    model: Model, where: Where, report: Report, tokens: int, rows: int, is_recorded: bool
+) -> tuple[list[StepTimes], float]:
+    """As _timed_steps."""
+    from streamer.model.runner.interface import RunnerSizes
+
+    count, first = (3 if where.is_tiny else MIXED_STEPS), 4  # steps; the first are not timed
+    prompt, output = (tokens - rows) * (count + first + 1), 2 * count + 64
+    bed = Bed(
+        model,
+        where,
+        RunnerSizes(
+            num_host_blocks=0,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=rows + 1,
+            num_blocks=(blocks_for(prompt + 1) + rows * blocks_for(output + 8)) * 17 // 16 + 2,
+            max_model_len=prompt + output,
+            max_num_batched_tokens=tokens,
+        ),
+        is_recorded=is_recorded,
+    )
+    try:
+        for i in range(rows):
+            bed.add([i + 1, *range(7)], output, 0.6)
+        _until(bed, report, lambda drawn: drawn == rows)
+        bed.add([i % 500 for i in range(prompt)], 1, 0.6)
+        for _ in range(first):
+            bed.step()
+        return _timed_steps(bed, count)
     finally:
         bed.close()
         free(where)

@@ -196,17 +196,22 @@ def read_elements(config: DecoderConfig) -> int:
 
 
 class Bed:
-    """A model with the real scheduler and runner, for requests of known sizes."""
+    """A model with the real scheduler and runner, for requests of known sizes.
+
+    is_recorded  whether a GPU replays steps, or launches them op by op
+    """
 
     def __init__(
         self,
         model: Model,
         where: Where,
         sizes: RunnerSizes,
+        *,
+        is_recorded: bool = True,
     ) -> None:
         from streamer.engine.core import EngineCore, Inbox
 
-        runner = new_runner(model.decoder, where, sizes)
+        runner = new_runner(model.decoder, where, sizes, is_recorded=is_recorded)
         self._inbox = Inbox()
         config = SchedulerConfig(
             block_size=sizes.block_size,
@@ -250,19 +255,23 @@ class Bed:
         self._core.close()
 
 
-def new_runner(decoder: Decoder, where: Where, sizes: RunnerSizes) -> CpuRunner | CudaRunner:
-    """The device's runner for a loaded decoder; on a GPU with recorded decode graphs."""
+def new_runner(
+    decoder: Decoder, where: Where, sizes: RunnerSizes, *, is_recorded: bool = True
+) -> CpuRunner | CudaRunner:
+    """The device's runner for a loaded decoder; on a GPU with recorded steps."""
     from streamer.kernels import ops
     from streamer.model.runner.cpu import CpuRunner
-    from streamer.model.runner.cuda import CudaRunner
+    from streamer.model.runner.cuda import CudaRunner, StepBytes
 
     device = where.new_device()
     if device is None:
         return CpuRunner(ops.for_cpu(), decoder, sizes)
     runner = CudaRunner(device, ops.choose(where.device), decoder, sizes)
     runner.warm()
+    if not is_recorded:
+        return runner
     # The pools were made for what will run, so the rest of the memory is free for other steps.
-    runner.record(0, show_progress=False)
+    runner.record(StepBytes(0, 0), show_progress=False)
     return runner
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ from streamer.model.runner.costs import Costs
 from streamer.model.runner.device import Device, Event, memory_errors
 from streamer.model.runner.inputs import Ints, Rows, StepInputs, step_result
 from streamer.model.runner.interface import CausalModel, RunnerSizes
-from streamer.model.runner.recorded import RecordedSteps
+from streamer.model.runner.recorded import RecordedMixed, RecordedSteps, recorded_bytes
 from streamer.model.runner.swaps import Swaps
 from streamer.model.sampling.device import DeviceSampler, Draw, TokenCounts
 
@@ -39,6 +40,14 @@ logger = logging.getLogger(__name__)
 
 ALIGNED = 2  # int64 in 16 bytes: a kernel is compiled again for pointers not aligned to that
 WARMED_CONTEXT = 1024  # tokens of a row of the steps that compile kernels
+
+
+class StepBytes(NamedTuple):
+    """Device memory beside weights and pools: what the largest step takes op by op, and what all
+    recorded steps keep."""
+
+    op_by_op: int
+    recorded: int
 
 
 class CudaInFlight:
@@ -81,7 +90,7 @@ class CudaRunner:
     def __init__(
         self, device: Device, kernels: ops.Backend, model: CausalModel, sizes: RunnerSizes
     ) -> None:
-        from streamer.kernels.gpu.decode_step import RowState
+        from streamer.kernels.gpu.fixed_step import RowState
 
         shape, width, where = sizes.pool_shape(model), sizes.table_width, device.where
         rows, block_size = sizes.max_num_seqs, sizes.block_size
@@ -95,7 +104,9 @@ class CudaRunner:
         self._state = RowState(rows, width, block_size, where)
         model.prepare(sizes.limits)
         self._sampler = DeviceSampler(device, kernels, model.vocab_size, rows)
-        self._steps = RecordedSteps(self._state, self._sampler, model, self._pool)
+        self._steps = RecordedSteps(
+            self._state, self._sampler, model, self._pool, sizes.max_num_batched_tokens
+        )
         self._block_bytes = self._pool[:1].numel() * self._pool.element_size()
         self._costs = Costs(self._block_bytes, device.probe_copy)
         self._swaps = Swaps(device, kernels, self._pool, host_pool, self._costs)
@@ -135,23 +146,23 @@ class CudaRunner:
             self._kernels.copy_blocks(pool, ends[0], ends[1])
 
     @torch.inference_mode()
-    def record(self, reserved_bytes: int, show_progress: bool) -> None:
-        """Record the pure decodes, before the first plan, with a progress bar, if the model can be.
+    def record(self, step: StepBytes, show_progress: bool) -> None:
+        """Record steps, before the first plan, with a progress bar, if the model can be.
 
-        The graphs may take half of the free memory beyond reserved_bytes, which other steps need.
+        The graphs may take step.recorded and half of the free memory beyond both.
         """
-        model = self._model.recordable
+        model, steps = self._model.recordable, self._steps
         if model is None:
             return
-        budget = max(0, self._device.free_bytes() - reserved_bytes) // 2
-        sizes = self._steps.sizes
-        with progress_bar("Recording decodes", len(sizes), "sizes", show_progress) as advance:
-            self._steps.record(self._device, model, budget, advance)
-        if self._steps.num_recorded < len(sizes):
+        beyond = max(0, self._device.free_bytes() - step.op_by_op)
+        budget = (beyond + min(step.recorded, beyond)) // 2
+        with progress_bar("Recording steps", steps.num_sizes, "sizes", show_progress) as advance:
+            steps.record(self._device, model, budget, advance)
+        if steps.num_recorded < steps.num_sizes:
             logger.warning(
-                "%d of %d decode sizes recorded: %.2f GiB are too little for all",
-                self._steps.num_recorded,
-                len(sizes),
+                "%d of %d step sizes recorded: %.2f GiB are too little for all",
+                steps.num_recorded,
+                steps.num_sizes,
                 budget / memory.GIB,
             )
 
@@ -373,56 +384,43 @@ class CudaRunner:
         flight.result = self._device.download(self._sampler.result(draw, logits, tokens))
 
     def _mixed(self, flight: CudaInFlight) -> None:
-        """Chunks, forks and decodes: op by op, from inputs that the host packed."""
+        """Chunks, forks and decodes, from inputs that the host packed: layers in a recorded launch
+        where one is large enough, the rest op by op."""
         inputs, none = flight.inputs, np.zeros(0, np.int64)
-        host, owner = inputs.batch, none
-        if host is not None:
-            owner = np.repeat(inputs.computing, host.query_lens)
-        where, to, *sent = self._send(
+        recorded = self._steps.mixed(inputs.num_tokens)
+        where, to, last, at, draw_at, parents, targets, *packed = self._send(
             [
                 *self._changes(inputs),
-                *(none if t is None else t.numpy() for t in (inputs.tokens, inputs.positions)),
-                none if host is None else host.slots.numpy(),
-                owner,
-                inputs.computing,
                 none if inputs.last is None else inputs.last.numpy(),
                 inputs.at,
                 inputs.draw_at,
                 np.array(inputs.parents, np.int64),
                 none if inputs.scored is None else inputs.scored.targets,
+                *_packed(inputs, recorded),
             ]
         )
         self._change(inputs, where, to)
-        *computed, at, draw_at, parents, targets = sent
-        self._device.main.run(partial(self._compute_mixed, flight, computed, parents, targets))
+        kept = None if inputs.last is None else last
+        compute = partial(self._compute_mixed, flight, recorded, packed, kept, parents, targets)
+        self._device.main.run(compute)
         if flight.draw is not None:
             draw = self._masked(flight, flight.draw)
             self._device.main.run(partial(self._draw_mixed, flight, draw, at, draw_at))
 
     def _compute_mixed(
-        self, flight: CudaInFlight, sent: list[torch.Tensor],
-        parents: torch.Tensor, targets: torch.Tensor,
+        self, flight: CudaInFlight, recorded: RecordedMixed | None, packed: list[torch.Tensor],
+        last: torch.Tensor | None, parents: torch.Tensor, targets: torch.Tensor,
     ) -> None:  # fmt: skip
-        """The logits that the flight's rows draw from, and its scores."""
-        tokens, positions, slots, owner, computing, last = sent
-        inputs, state = flight.inputs, self._state
-        logits = None
-        if inputs.batch is not None:
-            width = inputs.batch.block_tables.shape[1]
-            batch = ops.AttentionBatch(
-                query_lens=inputs.batch.query_lens,
-                context_lens=inputs.batch.context_lens,
-                block_tables=state.tables[:, :width].index_select(0, computing),
-                slots=slots,
-                block_size=inputs.batch.block_size,
-            )
-            tokens = torch.where(tokens < 0, state.latest[owner], tokens)
-            given = tokens, positions, batch, self._pool, None if inputs.last is None else last
-            if inputs.hidden:
-                logits, states = self._model.forward_hidden(*given)
-                flight.hidden = self._device.download(inputs.hidden_of(states))
-            else:
-                logits = self._model.forward(*given)
+        """The logits that the flight's rows draw from, its scores and hidden states."""
+        inputs, host = flight.inputs, flight.inputs.batch
+        logits: torch.Tensor | None = None
+        hidden: torch.Tensor | None = None
+        if host is not None and recorded is not None:
+            logits, hidden = recorded.compute(packed[0], inputs.num_tokens, last)
+        elif host is not None:
+            logits, hidden = self._forward(inputs, host, packed, last)
+        if inputs.hidden and hidden is not None:
+            flight.hidden = self._device.download(inputs.hidden_of(hidden))
         if logits is not None and inputs.scored is not None:
             logits, before = inputs.scored.split(logits)
             found = inputs.scored.compute(before[:, : self._model.vocab_size], targets)
@@ -430,6 +428,27 @@ class CudaRunner:
         if logits is not None and inputs.parents:
             logits = torch.cat([logits, logits[parents]])
         flight.logits = logits
+
+    def _forward(
+        self, inputs: StepInputs, host: ops.AttentionBatch, packed: list[torch.Tensor],
+        last: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """Logits and, if the step asks for them, hidden states, op by op."""
+        tokens, positions, slots, owner, computing = packed
+        state = self._state
+        width = host.block_tables.shape[1]
+        batch = ops.AttentionBatch(
+            query_lens=host.query_lens,
+            context_lens=host.context_lens,
+            block_tables=state.tables[:, :width].index_select(0, computing),
+            slots=slots,
+            block_size=host.block_size,
+        )
+        tokens = torch.where(tokens < 0, state.latest[owner], tokens)
+        given = tokens, positions, batch, self._pool, last
+        if inputs.hidden:
+            return self._model.forward_hidden(*given)
+        return self._model.forward(*given), None
 
     def _draw_mixed(
         self, flight: CudaInFlight, draw: Draw, at: torch.Tensor, draw_at: torch.Tensor
@@ -442,6 +461,17 @@ class CudaRunner:
         flight.result = self._device.download(self._sampler.result(draw, logits, drawn))
 
 
+def _packed(inputs: StepInputs, recorded: RecordedMixed | None) -> list[Ints]:
+    """What a step's layers need on the device; nothing, if nothing is computed."""
+    if inputs.tokens is None or inputs.positions is None or inputs.batch is None:
+        return []
+    tokens, positions, batch = inputs.tokens.numpy(), inputs.positions.numpy(), inputs.batch
+    if recorded is not None:
+        return [recorded.pack(tokens, positions, batch, inputs.computing)]
+    owner = np.repeat(inputs.computing, batch.query_lens)
+    return [tokens, positions, batch.slots.numpy(), owner, inputs.computing]
+
+
 def step_bytes(
     device: Device,
     kernels: ops.Backend,
@@ -449,9 +479,11 @@ def step_bytes(
     config: Config,
     model_limit: int,
     kv_dtype: torch.dtype,
-) -> int:
-    """Memory that the largest step takes beside weights and pools, by running one: all rows draw,
-    with provisional tokens, penalties and log probabilities; token counts are included."""
+) -> StepBytes:
+    """Memory of steps, by running the largest ones. Of those op by op all rows draw, with
+    provisional tokens, penalties and log probabilities; token counts are included."""
+    from streamer.kernels.gpu.fixed_step import RowState
+
     count, rows = batched_tokens(config, "cuda"), config.max_num_seqs
     longest = min(count, model_limit)
     lens = [longest] * (count // longest) + [count % longest] * (count % longest > 0)
@@ -476,7 +508,12 @@ def step_bytes(
         kv_dtype,
         device.where,
     )
-    return device.peak_bytes(work)
+    op_by_op = device.peak_bytes(work)
+    if model.recordable is None:
+        return StepBytes(op_by_op, 0)
+    width = -(-model_limit // config.block_size)
+    state = RowState(rows, width, config.block_size, device.where)
+    return StepBytes(op_by_op, recorded_bytes(device, model.recordable, state, pool, count))
 
 
 def _prompts(

@@ -93,6 +93,11 @@ class Recordable(Protocol):
     """A model in two parts: layers, which depend on a step's number of tokens, and the rest, which
     depends on how many rows are drawn from."""
 
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
     def states(
         self,
         tokens: torch.Tensor,

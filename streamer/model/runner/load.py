@@ -27,7 +27,7 @@ from streamer.model.loader import DTYPES, load_decoder, progress_bar
 from streamer.model.ranks.linear import Shared
 from streamer.model.ranks.split import FIELD, split
 from streamer.model.runner.cpu import CpuRunner
-from streamer.model.runner.cuda import CudaRunner, step_bytes
+from streamer.model.runner.cuda import CudaRunner, StepBytes, step_bytes
 from streamer.model.runner.device import CPU, CudaDevice, Device, choose_device
 from streamer.model.runner.draft import DraftModel, spare_blocks
 from streamer.model.runner.interface import CausalModel, RunnerSizes
@@ -99,18 +99,18 @@ def load_runner(
         draft = DraftModel(load(small), small.model_limit, most)
     if group is not None:
         group.meet()
-    peak = 0
+    step = StepBytes(0, 0)
     if device is not None:
-        peak = step_bytes(device, kernels, model, config, known.model_limit, kv_dtype)
+        step = step_bytes(device, kernels, model, config, known.model_limit, kv_dtype)
     left = _free_bytes(CPU, group) if device is None else device.free_bytes()
-    pools = _agreed(plan_pools(left - peak), group, known.model_limit)
+    pools = _agreed(plan_pools(left - sum(step)), group, known.model_limit)
     sizes = _sizes(config, pools, where, kv_dtype)
     info = model_info(known, config, pools, known.block_bytes(config), where)
     if device is None:
         return _agreeing(CpuRunner(ops.for_cpu(), model, sizes, draft), group), info
     on_gpu = CudaRunner(device, kernels, model, sizes)
     on_gpu.warm()
-    on_gpu.record(peak, config.load_progress)
+    on_gpu.record(step, config.load_progress)
     return _agreeing(on_gpu, group), info
 
 

@@ -1,10 +1,11 @@
 """RecordedSteps: steps of up to fixed sizes, whose launches a GPU replays as one.
 
-Owns the sizes' inputs and graphs. A decode is two launches: one makes the inputs from what the last
-step left on the device and runs the layers; the other computes logits, draws and advances the rows.
-Where a row has a bias, a mask, penalties, a grammar or asks for log probabilities, logits and
-drawing run op by op instead, and so does a whole step of a size that is not recorded. Called by
-runner/cuda.py.
+Owns the sizes' inputs and graphs. The layers of a step are one launch: of a decode, with its inputs
+made from what the last step left on the device; of a step with chunks, with those that the host
+sent. Another launch computes a decode's logits, draws and advances the rows. Logits and drawing run
+op by op instead where chunks are in the step, since how many rows draw varies, and where a row has
+a bias, a mask, penalties, a grammar or asks for log probabilities; and so does all of a step of a
+size that is not recorded. Called by runner/cuda.py.
 """
 
 from __future__ import annotations
@@ -15,57 +16,91 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from streamer.kernels.ops import AttentionBatch
 from streamer.model.runner.device import Device
+from streamer.model.runner.inputs import Ints
 from streamer.model.runner.interface import CausalModel, Recordable
 from streamer.model.sampling.device import DeviceSampler, Draw
 
 if TYPE_CHECKING:
-    from streamer.kernels.gpu.decode_step import DecodeStep, RowState
+    from streamer.kernels.gpu.decode_step import DecodeStep
+    from streamer.kernels.gpu.fixed_step import FixedStep, RowState
+    from streamer.kernels.gpu.mixed_step import MixedStep
 
-STEP = 8  # rows between two sizes of decodes, beyond the smallest
+ROWS = 8  # between two sizes of decodes, beyond the smallest
+# Of steps with chunks. By arithmetic an H100 reads the weights for as long as it multiplies them by
+# 150 to 300 tokens: padding is free below that, and beyond it costs what it adds, a fifth at most.
+# At 1,024 tokens the layers take longer than their launches do op by op. Unmeasured.
+MIXED_SIZES = (32, 64, 96, 128, *(n << k for k in range(3) for n in (160, 192, 224, 256)))
 
 
 def decode_sizes(max_rows: int) -> list[int]:
-    """Sizes to record: 1, 2, 4, then multiples of STEP, up to max_rows itself."""
-    return [*(n for n in (1, 2, 4, *range(STEP, max_rows, STEP)) if n < max_rows), max_rows]
+    """Rows of the decodes to record: 1, 2, 4, then multiples of ROWS, up to max_rows itself."""
+    return [*(n for n in (1, 2, 4, *range(ROWS, max_rows, ROWS)) if n < max_rows), max_rows]
+
+
+def mixed_sizes(max_tokens: int) -> list[int]:
+    """Tokens of the steps with chunks to record, of steps of up to max_tokens."""
+    last = min(max_tokens, MIXED_SIZES[-1])
+    return [*(n for n in MIXED_SIZES if n < last), last]
+
+
+class RecordedLayers:
+    """The layers of a step of one size, as one launch.
+
+    Graphs share their memory: what a graph leaves is the next one's, unless it is held here.
+    """
+
+    __slots__ = ("_launch", "_model", "_pool", "_states", "_step")
+
+    def __init__(
+        self, device: Device, model: Recordable, pool: torch.Tensor, step: FixedStep
+    ) -> None:
+        self._model = model
+        self._pool = pool
+        self._step = step
+        self._launch = device.record(self._run)
+
+    def run(self) -> None:
+        """Queue the launch, with the inputs that are there."""
+        self._launch()
+
+    def logits(self, count: int, last: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of what the launch left of its first `count` tokens, op by op: see Recordable.logits."""
+        return self._model.logits(self._states[:count], last)
+
+    def _run(self) -> None:
+        step = self._step
+        step.prepare()
+        self._states = self._model.states(step.tokens, step.positions, step.batch, self._pool)
 
 
 class RecordedDecode:
-    """A recorded decode of one size.
+    """A decode of one size, as two launches."""
 
-    Graphs share their memory: what a graph leaves is the next one's unless it is held here.
-    """
-
-    __slots__ = ("_draw", "_drawn", "_layers", "_model", "_pool", "_sampler", "_states", "_step")
+    __slots__ = ("_draw", "_drawn", "_layers", "_sampler", "_step")
 
     def __init__(
         self, device: Device, model: Recordable, pool: torch.Tensor, step: DecodeStep,
         sampler: DeviceSampler,
     ) -> None:  # fmt: skip
-        self._model = model
-        self._pool = pool
         self._step = step
         self._sampler = sampler
-        self._layers = device.record(self._run_layers)
+        self._layers = RecordedLayers(device, model, pool, step)
         self._draw = device.record(self._draw_plain)
 
     def run_layers(self) -> None:
         """All but logits and drawing."""
-        self._layers()
+        self._layers.run()
 
     def logits(self) -> torch.Tensor:
         """[size, V or more], op by op."""
-        return self._model.logits(self._states, None)[0]
+        return self._layers.logits(len(self._step.tokens), None)[0]
 
     def draw(self) -> torch.Tensor:
         """[size] tokens, drawn from the logits as they are; the next launch overwrites them."""
         self._draw()
         return self._drawn
-
-    def _run_layers(self) -> None:
-        step = self._step
-        step.prepare()
-        self._states = self._model.states(step.tokens, step.positions, step.batch, self._pool)
 
     def _draw_plain(self) -> None:
         # Only rows with filters pay for them, so one graph serves all.
@@ -74,25 +109,59 @@ class RecordedDecode:
         step.commit(self._drawn)
 
 
-class RecordedSteps:
-    """Decodes of up to as many rows as `state` has."""
+class RecordedMixed:
+    """The layers of a step with chunks, of one size."""
+
+    __slots__ = ("_layers", "_step")
 
     def __init__(
-        self, state: RowState, sampler: DeviceSampler, model: CausalModel, pool: torch.Tensor
+        self, device: Device, model: Recordable, pool: torch.Tensor, step: MixedStep
     ) -> None:
+        self._step = step
+        self._layers = RecordedLayers(device, model, pool, step)
+
+    def pack(self, tokens: Ints, positions: Ints, batch: AttentionBatch, owners: Ints) -> Ints:
+        """A step's inputs in the form to be sent: see MixedStep.pack."""
+        return self._step.pack(tokens, positions, batch, owners)
+
+    def compute(
+        self, sent: torch.Tensor, count: int, last: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and hidden states of the step of `count` tokens that was sent; `last` as in
+        Recordable.logits."""
+        self._step.sent.copy_(sent)
+        self._layers.run()
+        return self._layers.logits(count, last)
+
+
+class RecordedSteps:
+    """Decodes of up to as many rows as `state` has, and steps with chunks of up to max_tokens."""
+
+    def __init__(
+        self, state: RowState, sampler: DeviceSampler, model: CausalModel, pool: torch.Tensor,
+        max_tokens: int,
+    ) -> None:  # fmt: skip
         from streamer.kernels.gpu.decode_step import DecodeStep
 
         self._sampler = sampler
         self._model = model
         self._pool = pool
-        self.sizes = decode_sizes(len(state.latest))
-        self._steps = [DecodeStep(state, size) for size in self.sizes]
-        self._recorded: dict[int, RecordedDecode] = {}  # by the size's index
+        self._state = state
+        self._decode_sizes = decode_sizes(len(state.latest))
+        self._mixed_sizes = mixed_sizes(max_tokens)
+        self._steps = [DecodeStep(state, size) for size in self._decode_sizes]
+        self._decodes: dict[int, RecordedDecode] = {}  # by the size's index
+        self._mixed: dict[int, RecordedMixed] = {}
+
+    @property
+    def num_sizes(self) -> int:
+        """Sizes that may be recorded."""
+        return len(self._decode_sizes) + len(self._mixed_sizes)
 
     @property
     def num_recorded(self) -> int:
         """Sizes that were recorded; the others run op by op."""
-        return len(self._recorded)
+        return len(self._decodes) + len(self._mixed)
 
     def warm(self) -> None:
         """Compile the kernels of a decode that is not recorded, by one of no rows."""
@@ -103,24 +172,40 @@ class RecordedSteps:
     def record(
         self, device: Device, model: Recordable, budget_bytes: int, advance: Callable[[], None]
     ) -> None:
-        """Record the sizes, largest first, so that the smaller ones fit into its memory.
+        """Record decodes, then steps with chunks, largest first, so that smaller ones fit into the
+        memory of those before.
 
         Ends early when recording has taken budget_bytes. `advance` is called after each size. No
         row may be resident.
         """
+        from streamer.kernels.gpu.mixed_step import MixedStep
+
         min_free_bytes = device.free_bytes() - budget_bytes
-        for n in reversed(range(len(self.sizes))):
-            recorded = RecordedDecode(device, model, self._pool, self._steps[n], self._sampler)
+        given = device, model, self._pool
+        for n in reversed(range(len(self._steps))):
+            decode = RecordedDecode(*given, self._steps[n], self._sampler)
             if device.free_bytes() < min_free_bytes:
                 return
-            self._recorded[n] = recorded
+            self._decodes[n] = decode
             advance()
+        tile_tokens = _tile_tokens(model)
+        for n in reversed(range(len(self._mixed_sizes))):
+            step = MixedStep(self._state, self._mixed_sizes[n], tile_tokens)
+            mixed = RecordedMixed(*given, step)
+            if device.free_bytes() < min_free_bytes:
+                return
+            self._mixed[n] = mixed
+            advance()
+
+    def mixed(self, num_tokens: int) -> RecordedMixed | None:
+        """The smallest recorded step that holds so many tokens with chunks among them, if any."""
+        return self._mixed.get(bisect_left(self._mixed_sizes, num_tokens))
 
     def compute(self, count: int, draw: Draw) -> torch.Tensor | None:
         """Compute a decode of the first `count` of state.chosen: the logits [count, V or more], or
         None where a recorded launch computes them and draws at once."""
-        n = bisect_left(self.sizes, count)
-        recorded = self._recorded.get(n)
+        n = bisect_left(self._decode_sizes, count)
+        recorded = self._decodes.get(n)
         if recorded is None:
             return self._forward(self._steps[n])[:count]
         recorded.run_layers()
@@ -128,9 +213,9 @@ class RecordedSteps:
 
     def draw(self, count: int, draw: Draw, logits: torch.Tensor | None) -> torch.Tensor:
         """[count] tokens of the decode that was computed last, which gave these logits."""
-        n = bisect_left(self.sizes, count)
+        n = bisect_left(self._decode_sizes, count)
         if logits is None:
-            return self._recorded[n].draw()[:count]
+            return self._decodes[n].draw()[:count]
         step = self._steps[n]
         drawn = self._sampler.draw(draw, logits, step.chosen[:count], step.drawn_at[:count])
         step.commit(drawn)
@@ -139,3 +224,33 @@ class RecordedSteps:
     def _forward(self, step: DecodeStep) -> torch.Tensor:
         step.prepare()
         return self._model.forward(step.tokens, step.positions, step.batch, self._pool, None)
+
+
+def recorded_bytes(
+    device: Device, model: Recordable, state: RowState, pool: torch.Tensor, max_tokens: int
+) -> int:
+    """Memory of the graphs of RecordedSteps with such a state: what the largest of each kind takes
+    while it runs, in which the others take place, and what all of them leave."""
+    from streamer.kernels.gpu.decode_step import DecodeStep
+    from streamer.kernels.gpu.mixed_step import MixedStep
+
+    decodes, mixed = decode_sizes(len(state.latest)), mixed_sizes(max_tokens)
+    largest = MixedStep(state, mixed[-1], _tile_tokens(model)), DecodeStep(state, decodes[-1])
+    left_bytes = 0
+
+    @torch.inference_mode()
+    def work() -> None:
+        nonlocal left_bytes
+        for step in largest:
+            step.prepare()
+            states = model.states(step.tokens, step.positions, step.batch, pool)
+        model.logits(states, None)
+        left_bytes = states[0].nbytes * (sum(decodes) + sum(mixed))
+
+    return device.peak_bytes(work) + left_bytes
+
+
+def _tile_tokens(model: Recordable) -> tuple[int, int]:
+    from streamer.kernels.gpu.attention.paged import tile_tokens
+
+    return tile_tokens(model.num_heads, model.num_kv_heads, model.head_dim, model.dtype)

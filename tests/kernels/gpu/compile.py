@@ -98,9 +98,23 @@ def attention(
     backend.paged_attention(q, layer, case.batch(), 0.1, **{**NO_OPTIONS, **options})
 
 
+def padded_attention(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    """Attention of a step that is padded for graphs."""
+    from streamer.kernels.gpu import backend, fixed_step, mixed_step
+    from streamer.kernels.gpu.attention import paged
+
+    heads, kv_heads, dim = shape
+    state = fixed_step.RowState(8, 64, 16, "cpu")
+    step = mixed_step.MixedStep(state, 96, paged.tile_tokens(*shape, dtype))
+    step.prepare()
+    layer = ops.layer_view(backend.new_pool(4, 3, 16, kv_heads, dim, dtype, "cpu"), 1)
+    q = torch.zeros(96, heads, dim, dtype=dtype)
+    backend.paged_attention(q, layer, step.batch, 0.1, **NO_OPTIONS)  # type: ignore[arg-type]
+
+
 def small_ops(dtype: torch.dtype) -> None:
     """Everything but attention, once."""
-    from streamer.kernels.gpu import backend, decode_step
+    from streamer.kernels.gpu import backend, decode_step, fixed_step
     from streamer.kernels.gpu.linear import activation
     from streamer.kernels.gpu.sampling import sample
 
@@ -123,7 +137,7 @@ def small_ops(dtype: torch.dtype) -> None:
     logits, slots = torch.zeros(4, 152_000, dtype=dtype), torch.zeros(4, dtype=torch.int64)
     sample.sample(logits, rows, slots, slots, has_filters=False)
     sample.sample(logits, rows, slots, slots, has_filters=True)  # as recorded decodes do
-    step = decode_step.DecodeStep(decode_step.RowState(8, 4, 16, "cpu"), 8)
+    step = decode_step.DecodeStep(fixed_step.RowState(8, 4, 16, "cpu"), 8)
     step.prepare()
     step.commit(step.tokens)
 
@@ -200,6 +214,7 @@ def main(part: int, num_parts: int) -> None:
         ("bf16", partial(small_ops, bf16)),
         ("bf16", partial(attention, bf16, (16, 8, 128), MIXED)),
         ("bf16", partial(attention, bf16, (16, 8, 128), DECODES)),
+        ("bf16", partial(padded_attention, bf16, (16, 8, 128))),
         ("bf16", partial(attention, bf16, (32, 8, 64), MIXED, sliding_window=128, sinks=sinks)),
         ("bf16", partial(attention, bf16, (8, 4, 256), MIXED, sliding_window=4096, softcap=50.0)),
         ("codes", partial(quantized_stores, bf16, torch.int8)),

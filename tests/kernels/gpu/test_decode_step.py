@@ -66,7 +66,8 @@ def test_steps_need_no_host_data(device: str, monkeypatch: pytest.MonkeyPatch) -
     """Rows of one to three parts in scattered slots, beside padding, across block borders."""
     from streamer.kernels.gpu import backend
     from streamer.kernels.gpu.attention import items, paged
-    from streamer.kernels.gpu.decode_step import DecodeStep, RowState
+    from streamer.kernels.gpu.decode_step import DecodeStep
+    from streamer.kernels.gpu.fixed_step import RowState
 
     monkeypatch.setattr(items, "MIN_SPLIT", 16)
     monkeypatch.setitem(paged.KEY_ELEMENTS, 4, 16 * DIM)  # 16 keys a tile
@@ -97,7 +98,8 @@ def test_steps_need_no_host_data(device: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_failed_row_leaves_a_token_that_can_be_read(device: str) -> None:
-    from streamer.kernels.gpu.decode_step import DecodeStep, RowState
+    from streamer.kernels.gpu.decode_step import DecodeStep
+    from streamer.kernels.gpu.fixed_step import RowState
 
     state = RowState(201, 2, BLOCK, device)
     step = DecodeStep(state, 200)  # more than one program
