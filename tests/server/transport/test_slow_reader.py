@@ -32,7 +32,7 @@ DEADLINE_S = 20.0
 GB_TOKENS = 790_000  # more than 1.3 KB each with twenty log probabilities
 NUM_TOKENS = 2000  # of the answer that is read to its end
 LARGE_TOKENS, LARGE_BYTES = 10_000, 10 << 20
-KEPT_BYTES = LARGE_TOKENS * (LOGPROB_BYTES + 20 * TOP_BYTES)  # kept for late readers
+KEPT_BYTES = LARGE_TOKENS * (LOGPROB_BYTES + 20 * TOP_BYTES)  # counted for late readers
 BLOCK_SIZE, NUM_BLOCKS = 1024, 780  # no more than the large answer may need
 NUM_FAST, FAST_TOKENS = 16, 600
 CROWD = {"prompt": ["x"] * 256, "max_tokens": 50, "ignore_eos": True}  # times 3: all blocks
@@ -190,11 +190,12 @@ def test_a_large_answer_is_read_to_its_end_after_all(server: Server) -> None:
     client, chat_id = begin(server, CHAT_SSE, LARGE_TOKENS)
     with client:
         wait_until_given_up(server, chat_id)
-        assert server.memory()[1] - before < MOST_BYTES
+        peak = server.memory()[1]  # with what the crowd left, more on a busy machine
+        assert peak - before < MOST_BYTES
         assert check_counting(read_on(client, chat_id, CHAT_SSE))[-1] == LARGE_TOKENS
     assert client.num_bytes > LARGE_BYTES
-    # beside the log, less than one copy of what was sent
-    assert server.memory()[1] - before < KEPT_BYTES + LARGE_BYTES
+    # The log, which takes two thirds of that, and less than one copy of what was sent.
+    assert server.memory()[1] - peak < KEPT_BYTES
 
 
 @pytest.mark.parametrize("transport", ["sse", MSGPACK])
