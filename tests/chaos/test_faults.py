@@ -17,6 +17,8 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -30,7 +32,7 @@ from streamer.engine.requests import GenerateRequest
 from tests.chaos.clients import sse
 from tests.chaos.killable import Killable
 from tests.server.support.counting import check_counting
-from tests.server.support.running import Running
+from tests.server.support.running import BUNDLED, Running
 
 NUM_VANISHING = int(os.environ.get("STREAMER_VANISHING", "200"))
 AT_ONCE = 50
@@ -260,3 +262,81 @@ def test_a_deadline_over_a_restart_is_never_longer_than_it_was(hours: int) -> No
     assert again.progress is not None
     (drawn,) = again.progress.outputs
     assert (drawn.finish is None) == (hours < 0)
+
+
+class Panic(BaseException):
+    """As a broken library of Rust raises it: no Exception."""
+
+
+class Throwing:
+    """A tokenizer that raises for what contains a word."""
+
+    def __init__(self, inner: Any, error: BaseException) -> None:
+        self._inner, self._error = inner, error
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        if not name.startswith("encode"):
+            return found
+
+        def encode(given: Any, *args: Any, **more: Any) -> Any:
+            if "throw" in str(given):
+                raise self._error
+            return found(given, *args, **more)
+
+        return encode
+
+
+def throwing(word: str) -> list[tuple[str, dict[str, Any]]]:
+    """A body of each API with this prompt."""
+    messages = {"messages": [{"role": "user", "content": word}], "max_tokens": 4}
+    return [
+        ("/v1/completions", {"prompt": word, "max_tokens": 4}),
+        ("/v1/chat/completions", messages),
+        ("/v1/messages", messages),
+        ("/v1/responses", {"input": word, "max_output_tokens": 4}),
+    ]
+
+
+@pytest.mark.parametrize(
+    "error", [Panic("no"), MemoryError("no"), RecursionError("no"), KeyError(1)]
+)
+async def test_a_tokenizer_that_throws_fails_its_requests_alone(error: BaseException) -> None:
+    server = Running(model="fake:tokens_per_s=200").start()
+    try:
+        server.engine._tokenizer = Throwing(server.engine.tokenizer, error)
+        neighbour = asyncio.create_task(count(server.url, 100))
+        async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S) as client:
+            for path, body in throwing("throw"):
+                for is_streamed in (False, True):
+                    given = {**body, "model": "fake", "stream": is_streamed}
+                    answer = await client.post(path, json=given)
+                    assert answer.status_code == 500, (path, answer.text)
+                    assert answer.json()["error"]["type"] in ("server_error", "api_error")
+            for path, body in throwing("well"):
+                given = {**body, "model": "fake"}
+                (await client.post(path, json=given)).raise_for_status()
+        await neighbour
+        await asyncio.to_thread(server.wait_idle)
+    finally:
+        await asyncio.to_thread(server.stop)
+    assert server.exit_code == 0
+
+
+def test_a_template_that_throws_is_a_400_of_its_requests_alone(tmp_path: Path) -> None:
+    template = tmp_path / "template"
+    template.write_text("{{ 1 / (0 if messages[-1].content == 'throw' else 1) }}")
+    server = Running(**BUNDLED, chat_template=str(template)).start()
+    try:
+        with httpx.Client(base_url=server.url, timeout=DEADLINE_S) as client:
+            for (path, bad), (_, good) in zip(throwing("throw"), throwing("well"), strict=True):
+                if path != "/v1/completions":  # which has no template
+                    given = {**bad, "model": "streamer-demo"}
+                    answer = client.post(path, json=given)
+                    assert answer.status_code == 400, (path, answer.text)
+                    assert "template" in answer.text
+                given = {**good, "model": "streamer-demo"}
+                client.post(path, json=given).raise_for_status()
+        server.wait_idle()
+    finally:
+        server.stop()
