@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
 
 from msgspec.structs import replace
 
@@ -334,10 +333,20 @@ class TokenStream:
 
     async def wait(self) -> None:
         """Wait for the end, as a reader that takes everything; raises the stream's error."""
-        heads = [len(c.tokens) for c in self._choices]
-        async with aclosing(self.read(heads)) as batches:
-            async for _ in batches:
-                pass
+        is_over = asyncio.Event()
+
+        def pass_over() -> None:  # a token wakes no task, and its text is not made
+            me.taken = me.given = self._head
+            if self.is_finished or me.is_dropped:
+                is_over.set()
+
+        me = self.attach([len(c.tokens) for c in self._choices], pass_over)
+        try:
+            pass_over()
+            await is_over.wait()
+            self.is_over(me)
+        finally:
+            self.detach(me)
 
     def new_reader(self) -> int:
         """A number under which a reader can acknowledge."""

@@ -115,6 +115,20 @@ async def test_a_finished_stream_is_not_cancelled() -> None:
 # ---------------------------------------------------------------- the window
 
 
+async def test_waiting_for_the_end_takes_everything_at_once() -> None:
+    calls = Calls()
+    stream = lone_stream(calls, window=2)
+    task = asyncio.create_task(stream.wait())
+    await asyncio.sleep(0)
+    write(stream, "abcdefgh")  # in one turn of the loop: no task has run meanwhile
+    assert (stream.lag(), calls.log, task.done()) == (0, [], False)
+    end(stream)
+    async with asyncio.timeout(DEADLINE_S):
+        await task
+    assert (stream.num_readers, stream.text(), calls.log) == (0, "abcdefgh", [])
+    await stream.wait()  # once more: it has ended
+
+
 async def test_it_pauses_above_the_window_and_resumes_at_half_of_it() -> None:
     calls = Calls()
     stream = lone_stream(calls, window=8)
