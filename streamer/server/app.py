@@ -304,7 +304,7 @@ async def on_error(metrics: Metrics, request: Request, error: Exception) -> Resp
     response.headers.update(headers)
     if isinstance(error, Overloaded):
         response.headers["retry-after"] = str(math.ceil(error.retry_after_s))
-    if error.status == 413:
+    if error.status == 413 or error.code == "internal":  # after which uvicorn closes it
         response.headers["connection"] = "close"
     return response
 
