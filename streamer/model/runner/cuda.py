@@ -388,20 +388,20 @@ class CudaRunner:
         where one is large enough, the rest op by op."""
         inputs, none = flight.inputs, np.zeros(0, np.int64)
         recorded = self._steps.mixed(inputs.num_tokens)
-        where, to, last, at, draw_at, parents, targets, *packed = self._send(
+        drawn_from = _drawn_from(inputs)
+        where, to, last, at, draw_at, targets, *packed = self._send(
             [
                 *self._changes(inputs),
-                none if inputs.last is None else inputs.last.numpy(),
+                none if drawn_from is None else drawn_from,
                 inputs.at,
                 inputs.draw_at,
-                np.array(inputs.parents, np.int64),
                 none if inputs.scored is None else inputs.scored.targets,
                 *_packed(inputs, recorded),
             ]
         )
         self._change(inputs, where, to)
-        kept = None if inputs.last is None else last
-        compute = partial(self._compute_mixed, flight, recorded, packed, kept, parents, targets)
+        kept = None if drawn_from is None else last
+        compute = partial(self._compute_mixed, flight, recorded, packed, kept, targets)
         self._device.main.run(compute)
         if flight.draw is not None:
             draw = self._masked(flight, flight.draw)
@@ -409,7 +409,7 @@ class CudaRunner:
 
     def _compute_mixed(
         self, flight: CudaInFlight, recorded: RecordedMixed | None, packed: list[torch.Tensor],
-        last: torch.Tensor | None, parents: torch.Tensor, targets: torch.Tensor,
+        last: torch.Tensor | None, targets: torch.Tensor,
     ) -> None:  # fmt: skip
         """The logits that the flight's rows draw from, its scores and hidden states."""
         inputs, host = flight.inputs, flight.inputs.batch
@@ -425,8 +425,6 @@ class CudaRunner:
             logits, before = inputs.scored.split(logits)
             found = inputs.scored.compute(before[:, : self._model.vocab_size], targets)
             flight.scores = self._device.download(found)
-        if logits is not None and inputs.parents:
-            logits = torch.cat([logits, logits[parents]])
         flight.logits = logits
 
     def _forward(
@@ -459,6 +457,19 @@ class CudaRunner:
         drawn = self._sampler.draw(draw, logits, at.int(), draw_at)
         self._state.latest.index_copy_(0, at, drawn.clamp(min=0).int())
         flight.result = self._device.download(self._sampler.result(draw, logits, drawn))
+
+
+def _drawn_from(inputs: StepInputs) -> Ints | None:
+    """Packed indices of the tokens that logits are computed of: the last ones of rows that draw,
+    for each fork its parent's, which costs a row more and no copy of all logits, and those before
+    scored ones. None: of all, in order."""
+    last = None if inputs.last is None else inputs.last.numpy()
+    if not inputs.parents:
+        return last
+    if last is None:
+        last = np.arange(inputs.num_tokens)
+    count = len(inputs.rows) - len(inputs.parents)
+    return np.concatenate([last[:count], last[inputs.parents], last[count:]])
 
 
 def _packed(inputs: StepInputs, recorded: RecordedMixed | None) -> list[Ints]:

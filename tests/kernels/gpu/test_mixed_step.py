@@ -15,13 +15,13 @@ from tests.kernels.oracle import Case
 pytest.importorskip("triton")
 
 HEADS, KV_HEADS, DIM, BLOCK, SIZE = 4, 2, 16, 8, 32
-SLOTS = [3, 0, 4, 1]  # of the rows, of five
+SLOTS = [3, 0, 4, 1, 2]  # of the rows
 # (query, context) of the rows of steps that follow each other: of chunks, one decode alone, as many
-# tokens as there is room for in as many tiles as they can have, and rows in several parts.
+# rows and tokens as there is room for, and rows in several parts.
 STEPS = [
     [(1, 40), (9, 9), (1, 3), (20, 37)],
     [(1, 41)],
-    [(9, 12), (9, 9), (9, 30), (5, 5)],
+    [(9, 12), (9, 9), (9, 30), (4, 5), (1, 1)],
     [(3, 48), (1, 48), (8, 40)],
 ]
 

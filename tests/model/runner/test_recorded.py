@@ -66,7 +66,8 @@ def test_steps_beyond_the_memory_for_graphs_run_op_by_op(
 def test_tokens_are_drawn_from_the_heads_own_logits(
     checkpoint: Any, monkeypatch: pytest.MonkeyPatch, late: Late
 ) -> None:
-    """Recorded and op by op, of rows without bias, mask or penalties: nothing copies them."""
+    """Recorded and op by op, of rows without bias, mask or penalties, with forks among them:
+    nothing copies them."""
     made: list[torch.Tensor] = []
     is_own: list[bool] = []
     draw_plain = DeviceSampler.draw_plain
@@ -86,7 +87,7 @@ def test_tokens_are_drawn_from_the_heads_own_logits(
 
     monkeypatch.setattr(model, "_head", remembered)
     monkeypatch.setattr(DeviceSampler, "draw_plain", draw)
-    kinds = [SamplingParams(logprobs=2), GREEDY, SamplingParams(temperature=0.8)]
+    kinds = [SamplingParams(logprobs=2), GREEDY, SamplingParams(temperature=0.8, n=2)]
     for i, params in enumerate(kinds):
         engine.add(f"r{i}", [5, 6, 7 + i], 4 * (i + 1), params)
     engine.run()
