@@ -53,7 +53,6 @@ INLINE void take_groups(Groups *it, const void *x, int64_t first, int64_t K, int
         it->low = min_of(each, it->low);
         it->high = max_of(each, it->high);
     }
-    return it;
 }
 
 INLINE Sums sums_of(const Groups *it, vf scale, vf zero) {
