@@ -58,20 +58,18 @@ INLINE void find_keys(const Op *op, const int64_t *table, int64_t head, int64_t 
                       int64_t context, Keys *keys, int dtype) {
     int64_t B = op->n[3], D = op->n[2], block = start / B, offset = start % B;
     int64_t size = pool_size(op->flags, dtype), rows = head_rows(op->flags, B, D);
-    const char *first = 0;
-    for (int i = 0; i < TILE; i++) {
-        if (start + i < context) {
-            if (!first || offset == B) {
-                if (offset == B) block++, offset = 0;
-                first = (char *)op->p[1] + (table[block] * op->n[4] + head * rows * D) * size;
-            }
-            keys->key[i] = first + offset * D * size;
-            if (op->flags) keys->scale[i] = first + B * D + offset * 4;
-            offset++;
-        } else {
-            keys->key[i] = keys->key[i - 1];
-            if (op->flags) keys->scale[i] = keys->scale[i - 1];
-        }
+    const int64_t count = min_int(TILE, context - start);
+    for (int64_t i = 0, end; i < count; i = end, block++, offset = 0) {
+        const char *first = (char *)op->p[1] + (table[block] * op->n[4] + head * rows * D) * size;
+        const char *scales = first + B * D;
+        end = min_int(count, i + B - offset);
+        for (int64_t j = i; j < end; j++) keys->key[j] = first + (offset + j - i) * D * size;
+        if (op->flags)
+            for (int64_t j = i; j < end; j++) keys->scale[j] = scales + (offset + j - i) * 4;
+    }
+    for (int64_t j = count; j < TILE; j++) {
+        keys->key[j] = keys->key[count - 1];
+        if (op->flags) keys->scale[j] = keys->scale[count - 1];
     }
 }
 
@@ -227,22 +225,30 @@ INLINE void add_all_values(const Tile *tile, const char *const *values, const ch
 }
 #undef ADD
 
+/* The soft cap of scores of TILE keys from `start` on; what the query does not see of them gets
+ * -infinity. Whether there is any such. */
+INLINE int limit_scores(const Op *op, const Tile *tile, int64_t row, int64_t start, vf x[2]) {
+    int64_t position = tile->first + row / tile->share, window = op->n[7];
+    float cap = op->f[1];
+    if (cap != 0)
+        for (int j = 0; j < 2; j++) x[j] = cap * tanh_of(x[j] / cap);
+    if (start + TILE - 1 <= position && (!window || start > position - window)) return 0;
+    for (int j = 0; j < 2; j++) {
+        vi ahead = lane_numbers() + (int32_t)(start + j * VW - position); /* of the query */
+        vi hidden = ahead > 0;
+        if (window) hidden |= ahead <= (int32_t)-window;
+        x[j] = choose(hidden, splat(-INFINITY), x[j]);
+    }
+    return 1;
+}
+
 /* Scores of TILE keys from `start` on -> weights; the running maximum, sum and values follow. */
 INLINE void soften(const Op *op, const Tile *tile, int64_t row, int64_t start, int dtype) {
-    float *s = tile->scores + row * TILE, scale = op->f[0], cap = op->f[1];
-    int64_t position = tile->first + row / tile->share, window = op->n[7];
+    float *s = tile->scores + row * TILE, scale = op->f[0];
     vf x[2] = {load_f32(s) * scale, load_f32(s + VW) * scale};
     if (tile->scales)
         for (int j = 0; j < 2; j++) x[j] *= load_f32(tile->scales + j * VW);
-    if (cap != 0)
-        for (int j = 0; j < 2; j++) x[j] = cap * tanh_of(x[j] / cap);
-    if (start + TILE - 1 > position || (window && start <= position - window))
-        for (int j = 0; j < 2; j++) {
-            vi ahead = lane_numbers() + (int32_t)(start + j * VW - position); /* of the query */
-            vi hidden = ahead > 0;
-            if (window) hidden |= ahead <= (int32_t)-window;
-            x[j] = choose(hidden, splat(-INFINITY), x[j]);
-        }
+    limit_scores(op, tile, row, start, x);
     float top = largest_of(max_of(x[0], x[1])), kept = 1;
     if (top > tile->top[row]) {
         kept = exp_of(splat(tile->top[row] - top))[0];
@@ -328,11 +334,17 @@ INLINE void take_codes(const Op *op, const Tile *tile, const Keys *keys, const K
     }
 }
 
+#include "attention_codes.c"
+
 INLINE void attend_keys(const Op *op, const Tile *tile, const Keys *keys, const Keys *next,
                         int64_t start, int dtype) {
     const char *values[TILE], *next_values[TILE];
     int64_t D = op->n[2], rows = tile->queries * tile->share, r = 0;
     int64_t further = values_further(op, dtype);
+    if (is_whole(op->flags, D, dtype)) {
+        attend_whole(op, tile, keys, next, start);
+        return;
+    }
     if (op->flags == INT8) take_codes(op, tile, keys, next, values, INT8, dtype);
     else if (op->flags == FP8) take_codes(op, tile, keys, next, values, FP8, dtype);
     else {
@@ -392,14 +404,18 @@ INLINE void take_queries(const Op *op, const Tile *tile, int64_t token, int64_t 
     int64_t D = op->n[2], share = tile->share;
     for (int64_t i = 0; i < tile->queries * share; i++) {
         int64_t from = (token + i / share) * op->n[6] + (head * share + i % share) * D;
+        tile->top[i] = sinks ? sinks[head * share + i % share] : FLOOR;
+        tile->total[i] = sinks ? 1 : 0;
+        if (is_whole(op->flags, D, dtype)) {
+            take_whole_query(tile, i, (const bf16 *)op->p[0] + from, D, op->f[0]);
+            continue;
+        }
         memcpy(tile->q + i * D * size_of(dtype), at(op->p[0], from, dtype), D * size_of(dtype));
         if (is_apart(op->flags, D, dtype))
             for (bf16 *q = (bf16 *)tile->q + i * D; q < (bf16 *)tile->q + (i + 1) * D; q += 4) {
                 bf16 second = q[1];
                 q[1] = q[2], q[2] = second;
             }
-        tile->top[i] = sinks ? sinks[head * share + i % share] : FLOOR;
-        tile->total[i] = sinks ? 1 : 0;
     }
 }
 
@@ -408,7 +424,8 @@ INLINE void put_sums(const Op *op, const Tile *tile, int64_t token, int64_t head
     for (int64_t i = 0; i < tile->queries * share; i++) {
         int64_t to = ((token + i / share) * op->n[0] + head * share + i % share) * D;
         float factor = 1.0f / tile->total[i], *sum = tile->sum + i * tile->wide;
-        settle(sum, tile->wide, dtype);
+        if (is_whole(op->flags, D, dtype)) settle_whole(sum, tile->wide);
+        else settle(sum, tile->wide, dtype);
         int64_t d = 0;
         for (; d + VW <= D; d += VW) store(op->p[2], to + d, load_f32(sum + d) * factor, dtype);
         for (; d < D; d++) store_one(op->p[2], to + d, sum[d] * factor, dtype);

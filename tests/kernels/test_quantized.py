@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -279,15 +281,21 @@ def test_a_row_is_bit_equal_alone_and_in_a_batch(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_poisoned_row_stays_alone(kernels: ops.Backend, dtype: torch.dtype, backend: str) -> None:
+@pytest.mark.parametrize(("source", "dim"), [(torch.float32, 32), (torch.bfloat16, 64)], ids=str)
+def test_a_poisoned_row_stays_alone(
+    kernels: ops.Backend, dtype: torch.dtype, source: torch.dtype, dim: int
+) -> None:
     """Beyond a row's context blocks and scales are NaN in every case here; so is a neighbour."""
-    shape = {"heads": 4, "kv_heads": 2, "dim": 32, "block": 16}
-    case = quantized_case([(1, 20), (1, 21), (3, 22)], dtype, **shape)
-    clean = case.run(kernels, 0.2)
+    cases = []
+    for _ in range(2):
+        shape = {"heads": 4, "kv_heads": 2, "dim": dim, "block": 16}
+        cases.append(quantized_case([(1, 20), (1, 21), (3, 22)], dtype, **shape))
+        for tensors in (cases[-1].q, cases[-1].k, cases[-1].v):
+            tensors[:] = [t.to(source) for t in tensors]
+    clean = cases[0].run(kernels, 0.2)
     assert clean.isfinite().all()
-    case = quantized_case([(1, 20), (1, 21), (3, 22)], dtype, **shape)
-    case.v[1][20, :, 5] = torch.inf
-    out = case.run(kernels, 0.2)
+    cases[1].v[1][20, :, 5] = torch.inf
+    out = cases[1].run(kernels, 0.2)
     keep = [0, 2, 3, 4]
     assert torch.equal(out[keep], clean[keep])
     assert not out[1].isfinite().any()
@@ -312,3 +320,82 @@ def test_scales_travel_with_their_block(
     layer = ops.layer_view(pool, case.layer)
     again = kernels.paged_attention(torch.cat(case.q), layer, case.batch(), 0.2)
     assert torch.equal(again, whole)
+
+
+# Heads, KV heads, D, tokens of a block, options: what attention_codes.c multiplies as integers.
+WHOLE: list[tuple[int, int, int, int, dict[str, float]]] = [
+    (2, 2, 64, 16, {}),
+    (4, 2, 128, 16, {"sliding_window": 9}),
+    (6, 2, 64, 5, {"softcap": 2.0}),
+    (8, 2, 128, 8, {"sliding_window": 40, "softcap": 0.7}),
+    (7, 1, 192, 16, {}),
+    (2, 1, 512, 32, {}),
+]
+
+
+def chunk_of(case: Case, first: int, last: int) -> ops.AttentionBatch:
+    """Tokens `first` to `last` of a case's only row."""
+    return ops.AttentionBatch(
+        query_lens=[last - first],
+        context_lens=[last],
+        block_tables=case.tables,
+        slots=case.slots[first:last],
+        block_size=case.block,
+    )
+
+
+def bfloat16_row(count: int, *, heads: int, kv_heads: int, dim: int, block: int) -> Case:
+    """A row of `count` new tokens of a model in bfloat16, for a pool of INT8."""
+    shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block": block}
+    case = quantized_case([(count, count)], torch.int8, **shape)
+    for tensors in (case.q, case.k, case.v):
+        tensors[:] = [t.bfloat16() for t in tensors]
+    return case
+
+
+@pytest.mark.parametrize("backend", ["native"], indirect=True)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block", "options"), WHOLE, ids=str)
+def test_attention_in_integers(
+    kernels: ops.Backend,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    block: int,
+    options: dict[str, float],
+) -> None:
+    """Near the definition, with the same bits in any chunk; values and keys may be zeros."""
+    case = bfloat16_row(70, heads=heads, kv_heads=kv_heads, dim=dim, block=block)
+    case.k[0][5] = case.v[0][7] = 0
+    case.v[0][:32, 0] = 0
+    sinks = torch.linspace(-3.0, 3.0, heads) if block == 16 else None
+    whole = case.run(kernels, dim**-0.5, sinks=sinks, **options)
+    layer = ops.layer_view(case.pool, case.layer)
+    for first, last in ((0, 1), (0, 33), (31, 70), (69, 70), (16, 49), (64, 66)):
+        part = kernels.paged_attention(
+            case.q[0][first:last],
+            layer,
+            chunk_of(case, first, last),
+            dim**-0.5,
+            sinks=sinks,
+            **options,  # type: ignore[arg-type]
+        )
+        assert torch.equal(part, whole[first:last]), (first, last)
+    as_stored(case, torch.int8)
+    want = case.expected(dim**-0.5, sinks=sinks, **options)
+    torch.testing.assert_close(whole.double(), want, rtol=1e-2, atol=4e-3)
+
+
+@pytest.mark.parametrize("backend", ["native"], indirect=True)
+def test_many_small_weights_beside_a_large_one_are_not_lost(kernels: ops.Backend) -> None:
+    """Integers of the weights are of their tile's maximum: one of all tokens would round these to
+    zero."""
+    case = bfloat16_row(400, heads=2, kv_heads=1, dim=64, block=16)
+    case.q[0][:], case.k[0][:] = 1, 0
+    case.k[0][0], case.v[0][:32] = 14 / 8, 0  # in its own tile some are lost
+    case.v[0][32:] += 1
+    case.run(kernels, 0.125)
+    layer = ops.layer_view(case.pool, case.layer)
+    last = kernels.paged_attention(case.q[0][399:], layer, chunk_of(case, 399, 400), 0.125)
+    as_stored(case, torch.int8)
+    want = case.v[0][32:].sum(0) / math.exp(14)
+    torch.testing.assert_close(last[0].double(), want.expand(2, -1), rtol=2e-2, atol=0)
