@@ -21,7 +21,6 @@ from tests.server.support.running import BUNDLED, Running
 NUM_BLOCKS, NUM_HOST = 40, 12  # an answer of the mix needs 8 or so, 13 of them run at once
 BLOCK_BYTES = 16 * 6 * 2 * 2 * 64 * 4  # of the bundled model, in float32
 PREEMPTIONS = [f'streamer_preemptions_total{{kind="{kind}"}}' for kind in ("swap", "recompute")]
-USED = 'streamer_blocks{pool="host",state="used"}'
 
 
 async def test_bundled_answers_are_the_same_where_both_pools_are_full(
@@ -57,7 +56,6 @@ async def test_bundled_answers_are_the_same_where_both_pools_are_full(
         assert any(full)
         await asyncio.to_thread(server.wait_idle)
         assert num_checks[0] >= server.metric("streamer_steps_total")
-        assert server.metric(USED) == 0
     finally:
         await asyncio.to_thread(server.stop)
     assert server.exit_code == 0

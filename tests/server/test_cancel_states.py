@@ -296,7 +296,6 @@ def ended(server: Gated, others: list[TokenStream], stream: TokenStream) -> None
     for other in others:
         server.on_loop(run(server.engine.cancel, other.request_id))
     server.wait_idle()
-    server.wait_metric('streamer_blocks{pool="host",state="used"}', 0)
 
 
 @pytest.mark.parametrize(("model", "state", "way"), BY_FAKE + BY_BUNDLED)

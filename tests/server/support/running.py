@@ -37,6 +37,7 @@ STATES = ("waiting", "running", "paused", "preempted", "swapped")
 IDLE = (  # 0 in /metrics while nothing is in the engine
     *(f'streamer_requests{{state="{state}"}}' for state in STATES),
     'streamer_blocks{pool="device",state="used"}',
+    'streamer_blocks{pool="host",state="used"}',
 )
 # As many blocks as its context has; in float32, so that rounding never decides between two tokens
 # (bfloat16 ties its best two every few hundred tokens).
