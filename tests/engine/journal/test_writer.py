@@ -150,6 +150,29 @@ async def test_contexts_that_another_program_does_not_have(tmp_path: Path) -> No
             pass
 
 
+async def test_requests_wait_for_the_disk_and_tokens_share_commits_that_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes: list[int] = []  # PRAGMA synchronous of each commit: 2 is FULL, 1 is NORMAL
+    commit = Store.commit
+
+    def seen(store: Store) -> None:
+        modes.extend(store._db.execute("PRAGMA synchronous").fetchone())
+        commit(store)
+
+    monkeypatch.setattr(Store, "commit", seen)
+    async with make_engine(journal=str(tmp_path), tokens_per_s=500.0) as engine:
+        assert engine.journal is not None
+        modes.clear()
+        streams = [engine.submit(durable(str(i), max_tokens=100)) for i in range(4)]
+        await engine.journal.recorded()
+        assert modes[-1] == 2
+        modes.clear()
+        await asyncio.gather(*map(end_of, streams))
+    assert set(modes) == {1}
+    assert len(modes) < 25  # of 100 steps
+
+
 async def test_many_steps_are_moved_to_their_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
