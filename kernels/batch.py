@@ -68,6 +68,13 @@ class AttentionBatch:
         self._check()
         self.max_context = int(self.context_lens.max()) if self.num_rows else 0
 
+    def advance(self) -> None:
+        """Every row's context is a token longer, in the same arrays, which its table must cover;
+        the caller's `slots` are the next ones."""
+        self.context_lens += 1
+        self.max_context += 1
+        self.derived = {}
+
     @classmethod
     def of_row(cls, blocks: torch.Tensor, start: int, end: int, block_size: int) -> AttentionBatch:
         """The tokens at positions `start` to `end` of one row whose `blocks` [W] are given."""

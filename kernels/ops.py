@@ -179,7 +179,8 @@ class Backend(Protocol):
     def best(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The largest value of each row of x [S, V] and its index -> [S] fp32, [S] ids.
 
-        The first of equals; NaN (and any id) where the row has a NaN.
+        The first of equals; NaN (and any id) where the row has a NaN. On a CPU the next call for
+        the same x may overwrite the result.
         """
         ...
 

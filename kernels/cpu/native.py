@@ -15,7 +15,7 @@ from streamer.kernels.batch import AttentionBatch, Forward, Limits
 from streamer.kernels.cpu.linear import embedding as embedding
 from streamer.kernels.cpu.linear import pack_weight as pack_weight
 from streamer.kernels.cpu.memory import in_huge_pages
-from streamer.kernels.cpu.program import Call, Count, Kind, Program, issue, new_rows, team
+from streamer.kernels.cpu.program import Again, Call, Count, Kind, Program, issue, new_rows, team
 from streamer.kernels.draws import Draws
 
 MAX_DRAW = 500_000  # vocabulary for which draw.c has scratch memory
@@ -28,6 +28,8 @@ Ints = NDArray[np.int64]
 
 rope_tables = reference.rope_tables
 set_threads = team.set_threads
+
+_best = Again()
 
 
 def new_pool(
@@ -197,8 +199,12 @@ def paged_attention(
 
 def best(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """See Backend.best."""
-    values, ids = torch.empty(x.shape[0]), torch.empty(x.shape[0], dtype=torch.int64)
-    issue(Call(Kind.BEST, x, x.dtype, (x, values, ids), (x.shape[1], x.stride(0))))
+    if not _best.is_of(x):
+        values, ids = torch.empty(x.shape[0]), torch.empty(x.shape[0], dtype=torch.int64)
+        call = Call(Kind.BEST, x, x.dtype, (x, values, ids), (x.shape[1], x.stride(0)))
+        _best.keep(x, call, (values, ids))
+    _best.run()
+    values, ids = _best.results
     return values, ids
 
 
@@ -283,6 +289,7 @@ class Graph:
         fixed = (tokens, positions, slots, last, starts, contexts, rows.tiles)
         self._fixed: list[Ints] = [tensor.numpy() for tensor in fixed]
         self._in_order = np.arange(max(max_tokens, limits.max_rows + 1))
+        self._num_steady = -1  # rows of the latest step, if each had one token and drew
         self._one_tile_each = np.stack((self._in_order, np.zeros_like(self._in_order)), 1)
 
     def __call__(
@@ -307,19 +314,23 @@ class Graph:
         """Write a step within the limits into the inputs -> numbers of tokens, draws and tiles."""
         at_tokens, at_positions, at_slots, at_last, starts, contexts, at_tiles = self._fixed
         count, num_rows = batch.num_tokens, batch.num_rows
-        drawn = count if last is None else len(last)
-        is_even = count == num_rows  # one token a row
-        tiles = (
-            self._one_tile_each[:count] if is_even else tiles_of(batch.query_lens, self._per_tile)
-        )
         at_tokens[:count] = tokens.numpy()
         at_positions[:count] = positions.numpy()
         at_slots[:count] = batch.slots.numpy()
+        contexts[:num_rows] = batch.context_lens
+        self._point_at(batch.block_tables)
+        is_even = count == num_rows  # one token a row
+        is_steady = is_even and last is None
+        if is_steady and count == self._num_steady:
+            return count, count, count  # the rest is as it was
+        self._num_steady = count if is_steady else -1
+        drawn = count if last is None else len(last)
+        tiles = (
+            self._one_tile_each[:count] if is_even else tiles_of(batch.query_lens, self._per_tile)
+        )
         at_last[:drawn] = self._in_order[:drawn] if last is None else last.numpy()
         starts[: num_rows + 1] = batch.query_starts
-        contexts[:num_rows] = batch.context_lens
         at_tiles[: len(tiles)] = tiles
-        self._point_at(batch.block_tables)
         return count, drawn, len(tiles)
 
     def _point_at(self, tables: torch.Tensor) -> None:

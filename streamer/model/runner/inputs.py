@@ -87,6 +87,32 @@ class StepInputs(msgspec.Struct, frozen=True):
         return states[at].float()
 
 
+class _Steady:
+    """The inputs of a step in which every row decodes: the next one's are one token on, until a row
+    comes to the end of a block. Of one row to make them anew took 58 us between two steps of 4.9
+    ms, with cold caches (2 cores of an EPYC Zen 5, 2026-11-23).
+
+    left  steps for which that holds
+    """
+
+    __slots__ = ("_slots", "batch", "left", "positions", "tokens")
+
+    def __init__(self, tokens: Ints, positions: Ints, slots: Ints, batch: AttentionBatch) -> None:
+        self.tokens = torch.from_numpy(tokens)
+        self.positions = torch.from_numpy(positions)
+        self._slots = slots
+        self.batch = batch
+        self.left = batch.block_size - 1 - int((positions % batch.block_size).max())
+
+    def advance(self) -> None:
+        """Every row goes on by a token, in the same memory."""
+        self.left -= 1
+        positions = self.positions.numpy()
+        positions += 1
+        self._slots += 1
+        self.batch.advance()
+
+
 class Rows:
     """Up to `max_rows` resident rows with tables of up to `width` blocks out of `num_blocks`.
 
@@ -117,6 +143,7 @@ class Rows:
         self._names: tuple[int, ...] = ()
         self._idle: tuple[int, ...] = ()  # and as of it: rows that are not among them
         self._has_moved = False  # a row joined or left since
+        self._last: _Steady | None = None  # the latest step, if the next may be one token on
 
     def leave(self, row: int) -> None:
         """The row is empty again."""
@@ -125,7 +152,7 @@ class Rows:
         self._scoring.pop(row, None)
         self._reporting.discard(row)
         self._unsettled.pop(row, None)
-        self._has_moved = True
+        self._has_moved, self._last = True, None
 
     def join(self, join: RowJoin) -> None:
         """The row holds this sequence from now on."""
@@ -144,7 +171,7 @@ class Rows:
             self._scoring[row] = join.params.prompt_logprobs, join.num_prompt
         if join.params.hidden_states:
             self._reporting.add(row)
-        self._has_moved = True
+        self._has_moved, self._last = True, None
         self._known[row] = known
         self._computed[row] = join.num_computed
         self._latest[row] = join.tokens[-1]
@@ -176,6 +203,7 @@ class Rows:
         else:
             self._tables[row, start:end] = blocks
         self._table_lens[row], self._capacity[row] = end, end * self._block_size
+        self._last = None
 
     def table(self, row: int, start: int) -> Ints:
         """The row's blocks from logical block `start` on; a view."""
@@ -200,30 +228,37 @@ class Rows:
             raise InvariantViolated(f"idle rows {idle}: one is empty, or named twice")
         self._names = tuple(sorted(active))
         self._active = np.array(self._names, np.int64)
-        self._idle, self._has_moved = idle, False
+        self._idle, self._has_moved, self._last = idle, False, None
 
     def _steady(self, plan: Plan) -> StepInputs:
         """Every row decodes: operations on whole arrays only."""
         rows, count = self._active, len(self._active)
-        self._check_decoding(rows)
         self._check_sums(plan, count, count)
-        tokens = positions = batch = None
-        starts = self._computed.take(rows)
-        contexts = starts + 1
-        self._check_room(rows, contexts)
-        if count and not self._is_ahead:
-            slots, tables = self._place(rows, rows, starts, contexts)
-            batch = self._batch(self._ones[:count], contexts, tables, slots)
-            tokens = torch.from_numpy(self._latest.take(rows))
-            positions = torch.from_numpy(starts)
+        last = self._last
+        if last is not None and last.left:
+            last.advance()
+            contexts = last.batch.context_lens.copy()
+        else:
+            self._check_decoding(rows)
+            starts = self._computed.take(rows)
+            contexts = starts + 1
+            self._check_room(rows, contexts)
+            last = None
+            if count and not self._is_ahead:
+                slots, tables = self._place(rows, rows, starts, contexts)
+                batch = self._batch(self._ones[:count], contexts.copy(), tables, slots)
+                last = _Steady(np.zeros_like(starts), starts, slots, batch)
+            self._last = last
+        if last is not None:
+            self._latest.take(rows, out=last.tokens.numpy())
         self._computed[rows] = contexts
         self._known[rows] = contexts + 1
         if self._is_ahead:
             self._latest[rows] = UNKNOWN
         return StepInputs(
-            tokens=tokens,
-            positions=positions,
-            batch=batch,
+            tokens=None if last is None else last.tokens,
+            positions=None if last is None else last.positions,
+            batch=None if last is None else last.batch,
             computing=rows,
             last=None,
             rows=self._names,
@@ -236,6 +271,7 @@ class Rows:
 
     def _mixed(self, plan: Plan, forks: list[tuple[int, int]]) -> StepInputs:
         """Decoding rows first, then chunks; forks only draw."""
+        self._last = None
         busy = {row for row, _ in forks}.union(plan.idle)
         for chunk in plan.chunks:
             self._check_chunk(chunk, busy)
@@ -344,6 +380,7 @@ class Rows:
             if self._unsettled.get(row) is not run or not drawn:
                 continue
             del self._unsettled[row]
+            self._last = None
             settled[row] = self._latest[row] = drawn[-1]
             self._known[row] = known = int(inputs.draw_at[run.first]) + len(drawn)
             self._computed[row] = known - 1
@@ -351,6 +388,7 @@ class Rows:
             if row not in self._joined:
                 continue
             self._unsettled.pop(row, None)
+            self._last = None
             self._latest[row] = settled[row] = newest
             known = int(inputs.draw_at[inputs.rows.index(row)])
             if known < self._known[row]:  # in a plan launched since, it was later still
@@ -468,11 +506,11 @@ def step_result(
     """
     if hidden is not None:
         drawn = _with_hidden(drawn, inputs.hidden, hidden)
-    found = np.array(drawn.tokens, np.int64)
-    if inputs.is_steady and found.min(initial=0) >= 0:
+    if inputs.is_steady and min(drawn.tokens, default=0) >= 0:
         return StepResult(
             number, inputs.rows, tuple(drawn.tokens), drawn.logprobs, forced=drawn.forced
         )
+    found = np.array(drawn.tokens, np.int64)
     order = inputs.at.argsort(kind="stable")
     order = order[found[order] >= 0]
     failed = {

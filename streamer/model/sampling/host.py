@@ -205,9 +205,9 @@ class Sampler:
         """One token for each row of the layout, FAILED where there is none."""
         layout = laid.layout
         best, best_ids = self._kernels.best(logits)
-        is_finite = np.isfinite(best.numpy())
-        bad: list[int] = [] if is_finite.all() else np.flatnonzero(~is_finite).tolist()
+        tops: list[float] = best.tolist()
         tokens: list[int] = best_ids.tolist()
+        bad = [] if math.isfinite(sum(tops)) else np.flatnonzero(~np.isfinite(tops)).tolist()
         if not layout.is_plain_greedy:
             x = self._edited(logits, layout, step, bad, tokens)
             if step.masks is not None:

@@ -316,3 +316,48 @@ def test_scored_tokens_come_after_those_that_draw() -> None:
     assert got.scored is not None
     assert got.scored.targets.tolist() == [3, 4, 5, 7, 8]
     assert (got.scored.rows, got.scored.num_top) == (((1, 3), (2, 2)), (2, 2))
+
+
+def test_steady_steps_are_as_if_each_were_made_anew() -> None:
+    """Through the ends of blocks, a prompt's chunk between them, and a row that leaves."""
+
+    def rows() -> Rows:
+        return make(
+            join(0, (1, 2), (3,), num_computed=1, num_prompt=1),
+            join(2, (4, 5, 6, 7), (1, 8, 6), num_computed=3, num_prompt=3),
+        )
+
+    def all_of(got: StepInputs) -> list[Any]:
+        batch, tokens, positions = got.batch, got.tokens, got.positions
+        assert batch is not None
+        assert tokens is not None
+        assert positions is not None
+        assert (batch.max_context, batch.derived) == (max(batch.context_lens), {})
+        batch.derived["seen"] = True
+        arrays = (
+            tokens, positions, batch.slots, batch.block_tables, batch.context_lens,
+            batch.query_lens, got.draw_at,
+        )  # fmt: skip
+        return [array.tolist() for array in arrays]
+
+    kept, anew = rows(), rows()
+    earlier: list[tuple[StepInputs, list[int]]] = []
+    for number in range(7):
+        found = []
+        for each in (kept, anew):
+            joins, chunks, sums = (), (), (2, 2, 2)
+            if number == 2:
+                each.update_table(TableUpdate(0, 1, (5,)))
+            if number == 3:
+                each.join(join(1, (9, 9), (7,)))
+                chunks, sums = (Chunk(1, 0, 1, 0),), (3, 3, 2)
+            if number == 4:
+                each.leave(1)
+            if each is anew:
+                each._last = None
+            got = step(each, *chunks, num=sums, joins=joins)
+            found.append(all_of(got))
+            each.drew(got, [number + 10] * len(got.rows))
+        assert found[0] == found[1]
+        earlier.append((got, got.draw_at.tolist()))
+    assert all(got.draw_at.tolist() == before for got, before in earlier)
