@@ -432,6 +432,25 @@ INLINE void put_sums(const Op *op, const Tile *tile, int64_t token, int64_t head
     }
 }
 
+/* Tiles of keys that are fetched ahead: one of codes is computed sooner than memory answers. A row of
+ * 8,192 tokens in INT8, 6 layers: 4.0 ms of one core, 4.4 with one tile ahead, 4.8 with three; 32
+ * rows of 200, 24 layers, 16.3 and 16.6; past or into the L2 cache the same (2026-11-23). */
+#define AHEAD 1
+#define CODES_AHEAD 2
+
+typedef struct {
+    int64_t head, key;
+} KeysPlace;
+
+/* The tile of keys that is taken after this one of `heads` heads from `first` on; after their last,
+ * the next heads' first. */
+INLINE KeysPlace place_after(const Op *op, KeysPlace at, int64_t first, int64_t heads, int64_t begin,
+                         int64_t end) {
+    if (at.head + 1 < first + heads) return (KeysPlace){at.head + 1, at.key};
+    if (at.key + TILE < end) return (KeysPlace){first, at.key + TILE};
+    return (KeysPlace){min_int(first + heads, op->n[1] - 1), begin};
+}
+
 /* KV heads `head` to `last` of a tile of queries. Few queries take all heads of TILE tokens before
  * the next tokens, since a block's heads lie side by side: memory is read in order. One row of 8,192
  * tokens, 12 layers: 9.7 ms in bfloat16 and 6.8 in INT8, a head at a time in chunks of one head 11.4
@@ -448,24 +467,27 @@ INLINE void attend(const Op *op, int64_t row, int64_t start, int64_t head, int64
     int64_t together = min_int(HEADS_MAX, max_int(1, TOGETHER_BYTES / each));
     int64_t begin = window ? max_int(0, first - window + 1) / TILE * TILE : 0;
     int64_t end = first + queries; /* what the last query sees */
-    Keys keys[2];
-    int i = 0;
-    find_keys(op, table, head, begin, end, &keys[0], dtype);
+    const int ahead = op->flags ? CODES_AHEAD : AHEAD;
     for (; head <= last; head += together) {
         Tile tiles[HEADS_MAX];
-        int64_t heads = min_int(together, last + 1 - head);
-        for (int64_t h = 0; h < heads; h++) {
-            tiles[h] = make_tile(op, queries, first, h, me);
-            take_queries(op, &tiles[h], token, head + h, dtype);
+        int64_t heads = min_int(together, last + 1 - head), h = 0, key = begin;
+        KeysPlace next = {head, begin};
+        for (int64_t i = 0; i < heads; i++) {
+            tiles[i] = make_tile(op, queries, first, i, me);
+            take_queries(op, &tiles[i], token, head + i, dtype);
         }
-        for (int64_t key = begin; key < end; key += TILE)
-            for (int64_t h = 0; h < heads; h++, i ^= 1) {
-                int64_t next = head + h + 1, from = key;
-                if (h + 1 == heads && key + TILE < end) next = head, from = key + TILE;
-                else if (h + 1 == heads) from = begin;
-                find_keys(op, table, min_int(next, op->n[1] - 1), from, end, &keys[i ^ 1], dtype);
-                attend_keys(op, &tiles[h], &keys[i], &keys[i ^ 1], key, dtype);
-            }
+        Keys keys[CODES_AHEAD + 1];
+        for (int i = 0; i < ahead; i++) {
+            find_keys(op, table, next.head, next.key, end, &keys[i], dtype);
+            next = place_after(op, next, head, heads, begin, end);
+        }
+        for (int i = 0; key < end; i = i == ahead ? 0 : i + 1) {
+            Keys *later = &keys[i ? i - 1 : ahead];
+            find_keys(op, table, next.head, next.key, end, later, dtype);
+            next = place_after(op, next, head, heads, begin, end);
+            attend_keys(op, &tiles[h], &keys[i], later, key, dtype);
+            if (++h == heads) h = 0, key += TILE;
+        }
         for (int64_t h = 0; h < heads; h++) put_sums(op, &tiles[h], token, head + h, dtype);
     }
 }
