@@ -110,6 +110,7 @@ class MaskFiller:
         self._is_long = False  # what the last masks of a step took
         self._num_together = 0  # steps since each mask was timed
         self._late: dict[int, Wanted] = {}  # row -> what it did not have when it was to draw
+        self._missing: dict[int, Wanted] = {}  # of them those that `late_rows` gave last
 
     def begin(self, wanted: Sequence[Wanted]) -> Begun:
         """Begin to fill these masks, but those of rows that were late."""
@@ -129,15 +130,16 @@ class MaskFiller:
             self._changed.wait_for(is_over, wait_s)
 
     def wait_for_late(self) -> None:
-        """Wait until one more of the rows that were late has its masks, at most ALONE_S. Of those
-        that have them, a row may be waiting for blocks: it is no reason to plan again at once."""
-        missing = [each for each in self._late.values() if not each.is_done]
+        """Wait until one of the rows that `late_rows` gave has its masks, at most ALONE_S. Of those
+        that had them, a row may be waiting for blocks: it is no reason to plan again at once."""
+        missing = [each for row, each in self._missing.items() if self._late.get(row) is each]
         if missing:
             self.wait(lambda: any(each.is_done for each in missing), ALONE_S)
 
     def late_rows(self) -> tuple[int, ...]:
         """The rows that were late, and do not have their masks yet."""
-        return tuple(row for row, each in self._late.items() if not each.is_done)
+        self._missing = {row: each for row, each in self._late.items() if not each.is_done}
+        return tuple(self._missing)
 
     def reset(self) -> None:
         """All rows are empty."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -164,8 +165,12 @@ def test_a_row_that_has_its_mask_and_can_not_draw_ends_no_wait_for_another(
     for compiled in rows.compiled[:2]:
         compiled.took(1.0, 1)
     rows.filler.begin(rows.wanted(0, 1)).take(is_alone=False)
+    assert rows.filler.late_rows() == (0, 1)
     rows.open(0)
+    began_s = time.monotonic()
     rows.filler.wait_for_late()
+    rows.filler.wait_for_late()  # as where row 0 has its mask after a plan without it, before this
+    assert time.monotonic() - began_s < DEADLINE_S
     assert rows.filler.late_rows() == (1,)
     waits = threading.Thread(target=rows.filler.wait_for_late, daemon=True)
     waits.start()
