@@ -22,7 +22,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from streamer.errors import InvalidRequest, Overloaded, StreamerError, TooLarge
 from streamer.server.errors import error_body
-from streamer.server.transport.loop_turn import WRITE_PART, Turn, TurnTransport
+from streamer.server.transport.loop_turn import (
+    MAX_DROPPED_BYTES,
+    WRITE_PART,
+    Turn,
+    TurnTransport,
+)
 from streamer.server.transport.stuck import ABORT
 
 MAX_HEAD_BYTES: Final = 64 << 10
@@ -164,10 +169,16 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _parse(self, data: bytes) -> None:
         """Feed the parser, then refuse a head that grows without progress."""
+        if self._refusal is not None:  # nothing behind what was refused is read
+            self._num_swallowed += len(data)
+            if self._num_swallowed > MAX_DROPPED_BYTES:
+                self.transport.abort()
+            return
         self._has_advanced = self._has_begun = False
         super().data_received(data)
         self._num_swallowed = 0 if self._has_advanced else self._num_swallowed + len(data)
-        if self._num_swallowed > MAX_HEAD_BYTES and not self.transport.is_closing():
+        is_open = self._refusal is None and not self.transport.is_closing()
+        if is_open and self._num_swallowed > MAX_HEAD_BYTES:
             self._refusal = too_large(f"more than {MAX_HEAD_BYTES} bytes")
             self._refuse()
 
@@ -193,15 +204,28 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._num_headers += 1
         if self._num_headers > MAX_HEADERS:
             self._stop(*too_large(f"more than {MAX_HEADERS} headers"))
-        self._num_hosts += name.lower() == b"host"
+        if self._connection.is_coming:  # a trailer is no header (RFC 9110, 6.5.1)
+            return
+        name, value = name.lower(), value.rstrip(b" \t")
+        self._num_hosts += name == b"host"
         super().on_header(name, value)
+        if name == b"expect":  # a list (RFC 9110, 10.1.1); uvicorn knows its one member alone
+            members = [member.strip().lower() for member in value.split(b",")]
+            self.expect_100_continue |= b"100-continue" in members
 
     def on_headers_complete(self) -> None:
         """At the end of a head: refuse it, decline its upgrade, or begin the request."""
         self._has_advanced = True
-        is_old = self.parser.get_http_version() == "1.0"
+        version = self.parser.get_http_version()
+        is_old, is_offered = version == "1.0", self.parser.should_upgrade()
         if self.transport.is_closing():  # after the connection's last request
             raise _Stop
+        if version not in ("1.0", "1.1"):
+            error = InvalidRequest(f"HTTP/{version} is not spoken here", code="invalid_http")
+            self._stop(b"505 HTTP Version Not Supported", error)
+        if is_offered and self.parser.get_method() == b"CONNECT":  # upgrades without a header
+            error = InvalidRequest("this is no proxy: it has no CONNECT", code="invalid_http")
+            self._stop(b"501 Not Implemented", error)
         if self._num_hosts > 1 or not (self._num_hosts or is_old):  # RFC 9112, 3.2
             error = InvalidRequest("a request has one Host header", code="invalid_http")
             self._stop(b"400 Bad Request", error)
@@ -210,7 +234,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             raise _Stop
         if is_old:  # its clients know no 100 (RFC 9110, 10.1.1)
             self.expect_100_continue = False
-        is_offered = self.parser.should_upgrade()
         self._is_declined = is_offered and not self._should_upgrade()
         if self._is_declined:
             return
@@ -280,6 +303,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 self._connection.answered()
         super().on_response_complete()
         self._unset_keepalive_if_required()  # uvicorn's ends with any byte
+        if self._refusal is not None and not self.transport.is_closing():
+            self._refuse()
         if self._due_s is None:
             self._expect_next()
 
@@ -332,11 +357,35 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         raise _Stop
 
     def _refuse(self) -> None:
-        is_free = self._running is None or self._running.response_complete
+        """Answer with the refusal in its turn, after the requests before it, and close.
+
+        A request that can't be read to its end is refused itself, unless its answer has begun.
+        """
+        running, refused = self._running, self.cycle
+        if self._connection.is_coming:
+            has_begun = refused is not None and refused.scope is self.scope  # its target was read
+            if has_begun and refused is running:
+                self._refuse_body(refused)
+                return
+            if has_begun:  # it waits: its place is the refusal's
+                self.pipeline.popleft()
+            self._connection.end_request()
+        is_free = running is None or running.response_complete
         if is_free and self._refusal is not None:
             self._answer(*self._refusal)
-        self._connection.end_request()
+            self.transport.close()
+
+    def _refuse_body(self, cycle: RequestResponseCycle) -> None:
+        """Refuse the request that is being answered, for its body."""
+        is_begun = cycle.response_started and not cycle.response_complete
+        if not cycle.response_started and self._refusal is not None:
+            self._answer(*self._refusal)
+        cycle.disconnected = True
+        cycle.message_event.set()
+        if is_begun:
+            self._connection.end_request()
         self.transport.close()
+        self._connection.write_eof()
 
     def _answer(self, status: bytes, error: StreamerError) -> None:
         body, more = error_body(error), b""

@@ -53,13 +53,14 @@ class TurnTransport(asyncio.Transport):
     """A transport that writes everything of one loop turn together, at the turn's end.
 
     `close` first flushes what was written; all else is the inner transport's.
+
+    is_coming  a request has begun and not ended
     """
 
     __slots__ = (
         "_feed",
         "_inner",
         "_is_answered",
-        "_is_coming",
         "_is_due",
         "_is_held",
         "_is_leaving",
@@ -71,6 +72,7 @@ class TurnTransport(asyncio.Transport):
         "_parts",
         "_turn",
         "_unread",
+        "is_coming",
     )
 
     def __init__(
@@ -92,7 +94,7 @@ class TurnTransport(asyncio.Transport):
         self._is_due = False  # a part is due to be fed in the next turn
         self._is_held = False  # the protocol has paused reading
         self._is_paused = False  # the inner transport does not read
-        self._is_coming = False  # a request has begun and not ended
+        self.is_coming = False
         self._is_answered = False  # that request was
         self._is_leaving = False  # closed, but for the rest of that request
         self._num_dropped = 0  # bytes received since it was answered or closed
@@ -112,15 +114,15 @@ class TurnTransport(asyncio.Transport):
         The system resets a connection that is closed with data unread, and a reset takes the answer
         from a client that is still sending (RFC 9112, 9.6).
         """
-        self._is_coming = True
+        self.is_coming = True
 
     def answered(self) -> None:
         """The newest request has its answer: aborts if MAX_DROPPED_BYTES more come of it."""
-        self._is_answered = self._is_coming
+        self._is_answered = self.is_coming
 
     def end_request(self) -> None:
         """Nothing more comes of the request, or it is not waited for."""
-        self._is_coming = self._is_answered = False
+        self.is_coming = self._is_answered = False
         self._num_dropped = 0
         if self._is_leaving:
             self.close()
@@ -140,7 +142,7 @@ class TurnTransport(asyncio.Transport):
         Aborts if the peer stops reading for CLOSE_S, or sends MAX_DROPPED_BYTES more.
         """
         self.flush()
-        if self._is_coming and not self._inner.is_closing():
+        if self.is_coming and not self._inner.is_closing():
             self._is_leaving = True
             self.resume_reading()
             return
