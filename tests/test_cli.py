@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -279,3 +280,11 @@ def test_a_closed_standard_stream_is_no_abort_at_exit(closed: tuple[int, ...]) -
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == ("" if 1 in closed else " 1 2 3\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no disk that is always full here")
+def test_a_full_disk_is_an_error_without_a_traceback() -> None:
+    words = [sys.executable, "-m", "streamer", "generate", "hi", "--model", "fake:length=3"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")

@@ -1,13 +1,15 @@
 """The command line: finds a command, runs it, and turns its outcome into an exit code.
 
 Imports a command's module only when that command runs, and heavy packages only inside its
-functions, so `--help` answers at once. Exit codes: 0: done; 1: a StreamerError, printed without a
-traceback; 2: wrong usage, with the flag, variable or key named; 130: interrupted.
+functions, so `--help` answers at once. Exit codes: 0: done; 1: a StreamerError or a disk that takes
+nothing, printed without a traceback; 2: wrong usage, with the flag, variable or key named; 130:
+interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -17,7 +19,7 @@ from streamer.cli.commands import Command, load
 from streamer.errors import StreamerError
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 COMMANDS = {
     "serve": Command("streamer.cli.serve", "serve a model over HTTP, SSE and WebSocket"),
@@ -94,12 +96,19 @@ def _run(name: str, words: list[str]) -> int:
 
     from streamer.cli.console import new_console
 
+    console = new_console()
     try:
-        return module.run(args, new_console())
+        return module.run(args, console)
     except UsageError as error:
         parser.error(str(error))
     except StreamerError as error:
         new_console(stderr=True).print(f"[red]error:[/] {_plain(error.message)}")
+        return FAILED
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        new_console(stderr=True).print(f"[red]error:[/] {_plain(os.strerror(error.errno))}")
+        console.on_broken_pipe()  # drops what is left of the output, and leaves
         return FAILED
 
 
