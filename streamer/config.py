@@ -120,7 +120,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         | None,
         Meta(
             description="make a dense checkpoint int8, int4 or fp8 while it is loaded; of a "
-            "quantized one it must be what that is, which needs no flag"
+            "quantized one int8 makes what is dense in it, and its own name needs no flag"
         ),
     ] = None
     kv_cache_dtype: Annotated[

@@ -52,7 +52,7 @@ WEIGHTS = {
     "int8": Weights(8, 8),
     "Q8_0": Weights(8, 8.5, is_gguf=True),
     "int4": Weights(4, 4.63, head_bits=8),
-    "int4-g128": Weights(4, 4.16, head_bits=16, group=128),
+    "int4-g128": Weights(4, 4.16, head_bits=8, group=128),
     "Q4_0": Weights(4, 4.5, is_gguf=True, head_bits=6.56),
     "Q4_K_M": Weights(4, 4.85, is_gguf=True),
 }
@@ -140,7 +140,7 @@ def _quantized() -> Iterator[Engine]:
         "Streamer int4, groups of 128, int8 KV",
         "",
         "run_streamer",
-        {"kv_cache_dtype": "int8"},
+        {"quantization": "int8", "kv_cache_dtype": "int8"},
         serves=True,
         ready="/ready",
         weights="int4-g128",

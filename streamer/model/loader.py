@@ -17,7 +17,7 @@ from types import TracebackType
 import torch
 from msgspec.structs import replace
 
-from streamer.errors import ModelNotSupported
+from streamer.errors import ConfigError, ModelNotSupported
 from streamer.kernels.ops import Backend, Weight
 from streamer.kernels.weights import rows_of
 from streamer.model.checkpoint import FLOATS, Checkpoint, TensorEntry
@@ -116,18 +116,22 @@ def _schemes(
     """The scheme of each module's matrix, the tensors stored for it, and its shape."""
     has_blocks = any(entry.dtype in LAYOUTS for entry in checkpoint.tensors.values())
     asked = checkpoint.quantization
-    made = made_on_the_fly(
-        "gguf" if checkpoint.is_gguf and (has_blocks or asked == "gguf") else schemes.method, asked
-    )
+    method = "gguf" if checkpoint.is_gguf and (has_blocks or asked == "gguf") else schemes.method
+    made = made_on_the_fly(method, asked)
     shapes = dict(expected_tensors(config))
     modules = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
     vectors = [name for name, shape in shapes.items() if len(shape) == 1]
     found = {}
     for module, stored in _of_modules(checkpoint, modules, frozenset(vectors)).items():
         scheme = scheme_of(stored) if checkpoint.is_gguf else schemes.of(module, stored)
-        if made:
+        if made and scheme is DENSE:
             scheme = OnTheFly(kind_for(module, made))
         found[module] = scheme, stored, shapes[f"{module}.weight"]
+    if made and not any(isinstance(scheme, OnTheFly) for scheme, _, _ in found.values()):
+        raise ConfigError(
+            f"quantization {asked}: the checkpoint is quantized as {method}, nothing is dense",
+            param="quantization",
+        )
     return found
 
 

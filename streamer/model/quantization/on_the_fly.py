@@ -63,15 +63,17 @@ def kind_for(module: str, asked: str) -> str:
 
 
 def made_on_the_fly(method: str, asked: str | None) -> str | None:
-    """What the matrices of a checkpoint that is stored as `method` are made while it is loaded.
+    """What the dense matrices of a checkpoint that is stored as `method` are made while it is
+    loaded; beside quantized ones, int8 alone.
 
     None: they are read as they are stored. ConfigError where that is not what was asked for.
     """
     if asked in (None, method):
         return None
-    if method:
+    if method and asked != "int8":
         raise ConfigError(
-            f"quantization {asked}: the checkpoint is quantized as {method} already",
+            f"quantization {asked}: the checkpoint is quantized as {method} already; int8 is for "
+            "what it stores dense",
             param="quantization",
         )
     if asked not in KINDS:

@@ -175,7 +175,13 @@ def test_facts_are_of_the_quantized_model(checkpoint: Any) -> None:
 
 @pytest.mark.parametrize(
     ("method", "asked", "made"),
-    [("", None, None), ("", "int8", "int8"), ("awq", None, None), ("fp8", "fp8", None)],
+    [
+        ("", None, None),
+        ("", "int8", "int8"),
+        ("awq", None, None),
+        ("awq", "int8", "int8"),
+        ("fp8", "fp8", None),
+    ],
 )
 def test_what_is_made_while_loading(method: str, asked: str | None, made: str | None) -> None:
     assert made_on_the_fly(method, asked) == made

@@ -15,6 +15,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from streamer.config import Config
 from streamer.demo import CHECKPOINT
 from streamer.demo.training.corpus import documents, encode
 from streamer.demo.training.texts.questions import read_questions
@@ -23,6 +24,7 @@ from streamer.kernels import reference as torch_kernels
 from streamer.kernels.weights import QuantizedWeight, dequantize
 from streamer.model.checkpoint import open_checkpoint
 from streamer.model.families import parse_config
+from streamer.model.inspect import inspect_checkpoint
 from streamer.model.loader import check_tensors, load_decoder
 from streamer.model.quantization import write
 from streamer.model.quantization.calibrate import compensated, factor_of
@@ -128,6 +130,27 @@ def test_matrices_without_whole_groups_stay_dense(checkpoint: Any, tmp_path: Pat
     assert config["ignore"] == [*down, "lm_head"]
     assert logits(tmp_path / "4", random_tokens(9)).isfinite().all()
     assert quantize_checkpoint(source, tmp_path / "8", "int8", show_progress=False) == []
+
+
+def test_int8_makes_what_a_quantized_checkpoint_stores_dense(
+    checkpoint: Any, tmp_path: Path
+) -> None:
+    """Embeddings and the last matrix; the others are as they were written."""
+    folder = written(checkpoint("llama", 1, **SIZES), tmp_path / "q", "int4")
+    plain, made = open_checkpoint(folder), open_checkpoint(folder, "int8")
+    config = parse_config(plain.config)
+    forms = {module: matrix.form for module, matrix in check_tensors(plain, config).items()}
+    for module, matrix in check_tensors(made, config).items():
+        if module in DENSE:
+            assert (forms[module].bits, matrix.form.bits) == (0, 8)
+        else:
+            assert matrix.form == forms[module]
+    tokens = random_tokens(20)
+    found = paged_logits(load_decoder(torch_kernels, made, config, torch.float32), tokens)
+    expected = logits(folder, tokens)
+    assert 0 < (found - expected).norm() < 0.05 * expected.norm()
+    facts = inspect_checkpoint(folder, Config(quantization="int8"))
+    assert "int8 made while loading" in facts.scheme
 
 
 def test_what_can_not_be_quantized(checkpoint: Any, tmp_path: Path) -> None:
