@@ -564,11 +564,11 @@ class TokenStream:
             reader.notices[notice.kind] = notice
 
     def fail(self, error: StreamerError) -> None:
-        """End the stream with an error, without finishes, and wake its readers."""
+        """End the stream with an error, without finishes, unless it has ended; wake its readers."""
         if not self.is_finished:
             self.error = error
             self._set_ended()
-            self.wake()
+        self.wake()  # where distributing its end has failed, no reader knows of it
 
     def _close(self, finish: Finish) -> None:
         if self.cut_off_by is not None and finish.reason is FinishReason.CANCELLED:

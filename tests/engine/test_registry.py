@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
+import pytest
 
 from streamer.core.plan import Finish, FinishReason, Notice, NoticeKind, StepOutput
 from streamer.engine.log import Delta
 from streamer.engine.registry import Registry
 from streamer.engine.requests import QueueNeeds
 from streamer.engine.stream import TokenStream
-from tests.engine.helpers import lone_stream
+from streamer.errors import EngineDead
+from tests.engine.helpers import DEADLINE_S, lone_stream
 
 
 def watched(registry: Registry, stream: TokenStream) -> list[Any]:
@@ -70,3 +73,31 @@ async def test_a_token_for_each_stream_ends_those_whose_last_it_is() -> None:
             deltas[-1] = msgspec.structs.replace(deltas[-1], finish=last)
         assert found == [[delta] for delta in deltas]
     assert registry.num_live == 1
+
+
+async def test_an_end_whose_distribution_fails_is_waited_for_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine dies of it, and ends what it has: readers were left whose stream had ended."""
+    registry, whole, cut = Registry(60.0, 1 << 20), lone_stream(), lone_stream(request_id="s")
+    for stream in (whole, cut):
+        registry.add(stream, QueueNeeds())
+
+    end = TokenStream.end
+
+    def fails_for_one(stream: TokenStream, finish: Finish) -> None:
+        if stream is cut:
+            raise RuntimeError("a fault")
+        end(stream, finish)
+
+    async with asyncio.timeout(DEADLINE_S):
+        waits = [asyncio.create_task(stream.wait()) for stream in (whole, cut)]
+        await asyncio.sleep(0)
+        ends = [Finish(name, 0, FinishReason.CANCELLED, 0) for name in "rs"]
+        monkeypatch.setattr(TokenStream, "end", fails_for_one)
+        with pytest.raises(RuntimeError):
+            registry.distribute(StepOutput(0, finishes=tuple(ends)))
+        registry.fail_all(EngineDead("it died"))
+        found = await asyncio.gather(*waits, return_exceptions=True)
+    assert (found[0], type(found[1])) == (None, EngineDead)
+    assert registry.num_live == 0
