@@ -90,6 +90,7 @@ def _write(
     """See quantize_checkpoint; makes `out`."""
     checkpoint, config = _open_dense(folder)
     dtype = DTYPES[checkpoint.stored_dtype]
+    computing = torch.float32 if dtype is torch.float16 else dtype  # as the CPU's kernels can
     matrices = check_tensors(checkpoint, config)
     names = [name for name, _ in expected_tensors(config)]
     dense = [m for m, matrix in matrices.items() if kind == "int4" and matrix.k % group]
@@ -98,11 +99,12 @@ def _write(
     with (
         torch.inference_mode(),
         FileSource(checkpoint, matrices, dtype, CPU, lambda: None) as source,
+        FileSource(checkpoint, matrices, computing, CPU, lambda: None) as computed,
         progress_bar(title, config.num_layers, "layers", show_progress) as advance,
     ):
         calibrated = None
         if calibration is not None:
-            calibrated = Calibration(ops.for_cpu(), config, source, calibration)
+            calibrated = Calibration(ops.for_cpu(), config, computed, calibration)
         out.mkdir(parents=True)
         for index in range(config.num_layers):
             of_layer = [name for name in names if name.startswith(f"model.layers.{index}.")]

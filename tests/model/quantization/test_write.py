@@ -201,6 +201,23 @@ def test_calibration_brings_the_bundled_model_closer(tmp_path: Path) -> None:
     assert divergence(better) < 0.7 * divergence(plain)
 
 
+def test_a_calibration_of_float16(checkpoint: Any, tmp_path: Path) -> None:
+    """No kernel of a CPU computes in it: the codes are those of the same numbers in float32, but
+    for the scales' rounding; what is written is float16."""
+    found = {}
+    for dtype in (torch.float16, torch.float32):
+        source = checkpoint("llama", 1, dtype=dtype, **SIZES)
+        folder = written(source, tmp_path / str(dtype), "int4", random_tokens(2048))
+        found[dtype] = load_file(folder / "model.safetensors")
+    half, whole = found.values()
+    assert {t.dtype for t in half.values() if t.is_floating_point()} == {torch.float16}
+    packed = [name for name in half if name.endswith("weight_packed")]
+    assert len(packed) == 14
+    for name in packed:
+        same = half[name].view(torch.uint8) == whole[name].view(torch.uint8)
+        assert same.float().mean() > 0.8
+
+
 def test_a_calibration_needs_a_text(checkpoint: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="100 tokens, at least 2048"):
         written(checkpoint("llama", 1, **SIZES), tmp_path / "few", "int4", random_tokens(100))
