@@ -50,7 +50,10 @@ def has_bf16() -> bool:
 
 
 class RopeTable:
-    """cos and sin by position, as Backend.rope_and_store reads them; grows on demand."""
+    """cos and sin by position, as Backend.rope_and_store reads them; grows on demand.
+
+    length  positions in the table
+    """
 
     def __init__(
         self,
@@ -71,12 +74,8 @@ class RopeTable:
             self._tables = self._build(max(end, 2 * self.length))
         return self._tables
 
-    @property
-    def length(self) -> int:
-        """Positions in the table."""
-        return self._tables[0].shape[0]
-
     def _build(self, num_positions: int) -> Tables:
+        self.length = num_positions
         positions = torch.arange(num_positions, dtype=torch.float32)
         angles = (positions[:, None] * inverse_frequencies(self._rope)).to(self._device)
         factor = self._rope.attention_factor

@@ -63,6 +63,7 @@ class CpuRunner:
         self._drafter = self._new_drafter()
         self._host_upto = 0  # host blocks below have been written, which allocates their memory
         self._copies_done = 0
+        self._inference = torch.inference_mode()
         self._decoding: tuple[float, int, bool] | None = None  # see `_saw_width`
 
     def _no_rows(self) -> tuple[Rows, Sampler]:
@@ -112,11 +113,11 @@ class CpuRunner:
         """How ranks agree on the rows whose masks are there in time; see MaskFiller."""
         self._sampler.filler.agree = agree
 
-    @torch.inference_mode()
     def launch(self, plan: Plan) -> Done:
         """Apply the plan."""
         try:
-            return self._launch(plan)
+            with self._inference:  # as a decorator it is made anew each time
+                return self._launch(plan)
         except RuntimeError:
             with memory_errors():  # not around each step, which would take 3 us longer
                 raise

@@ -95,22 +95,26 @@ class _Steady:
     left  steps for which that holds
     """
 
-    __slots__ = ("_slots", "batch", "left", "positions", "tokens")
+    __slots__ = ("_ones", "_positions", "_slots", "_tokens", "batch", "left", "positions", "tokens")
 
-    def __init__(self, tokens: Ints, positions: Ints, slots: Ints, batch: AttentionBatch) -> None:
-        self.tokens = torch.from_numpy(tokens)
+    def __init__(self, positions: Ints, slots: Ints, batch: AttentionBatch) -> None:
+        self._ones = np.ones_like(positions)
+        self._tokens, self._positions, self._slots = np.zeros_like(positions), positions, slots
+        self.tokens = torch.from_numpy(self._tokens)
         self.positions = torch.from_numpy(positions)
-        self._slots = slots
         self.batch = batch
         self.left = batch.block_size - 1 - int((positions % batch.block_size).max())
 
     def advance(self) -> None:
         """Every row goes on by a token, in the same memory."""
         self.left -= 1
-        positions = self.positions.numpy()
-        positions += 1
-        self._slots += 1
+        self._positions += self._ones
+        self._slots += self._ones
         self.batch.advance()
+
+    def take(self, latest: Ints, rows: Ints) -> None:
+        """The tokens, out of the latest one of every row."""
+        self._tokens[:] = latest.take(rows)
 
 
 class Rows:
@@ -247,10 +251,10 @@ class Rows:
             if count and not self._is_ahead:
                 slots, tables = self._place(rows, rows, starts, contexts)
                 batch = self._batch(self._ones[:count], contexts.copy(), tables, slots)
-                last = _Steady(np.zeros_like(starts), starts, slots, batch)
+                last = _Steady(starts, slots, batch)
             self._last = last
         if last is not None:
-            self._latest.take(rows, out=last.tokens.numpy())
+            last.take(self._latest, rows)
         self._computed[rows] = contexts
         self._known[rows] = contexts + 1
         if self._is_ahead:
