@@ -192,8 +192,10 @@ def _by_largest(x: torch.Tensor, codes: torch.Tensor, scale_dtype: torch.dtype) 
 
 def _rounded(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Scales as numbers of the dtype, none of them 0; of a group of zeros 1, which float16 holds:
-    the kernels keep all scales of a matrix as float32 where one needs it."""
-    held = scales.to(dtype).float().clamp_(min=torch.finfo(dtype).tiny)
+    the kernels keep all scales of a matrix as float32 where one needs it. float16 has numbers below
+    its normal ones, which int8's scales are where no weight of a row is above 0.008."""
+    info = torch.finfo(dtype)
+    held = scales.to(dtype).float().clamp_(min=info.smallest_normal * info.eps)
     return held.masked_fill_(scales <= TINY, 1.0)
 
 

@@ -107,6 +107,17 @@ def test_int8_in_c_is_int8_in_torch(monkeypatch: pytest.MonkeyPatch, dtype: torc
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scale", [1e-4, 1e-3, 1e-2])
+def test_scales_of_small_weights_in_float16(kind: str, scale: float) -> None:
+    """Below its normal numbers, the smallest of which took bits from weights up to 0.008."""
+    weight = torch.randn(4, 256) * scale
+    exact, found = (
+        error(weight, dequantize(quantize(weight, kind, *to))) for to in ((), (torch.float16,))
+    )
+    assert found < 1.5 * exact
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_zeros_stay_zeros(kind: str) -> None:
     """Groups and rows without a number, which have no scale of their own; nor do they make the
     kernels hold all scales in float32."""
