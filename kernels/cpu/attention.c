@@ -435,7 +435,7 @@ INLINE void put_sums(const Op *op, const Tile *tile, int64_t token, int64_t head
 /* Tiles of keys that are fetched ahead: one of codes is computed sooner than memory answers. A row of
  * 8,192 tokens in INT8, 6 layers: 4.0 ms of one core, 4.4 with one tile ahead, 4.8 with three; 32
  * rows of 200, 24 layers, 16.3 and 16.6; past or into the L2 cache the same (2026-11-23). */
-#define AHEAD 1
+#define PLAIN_AHEAD 1
 #define CODES_AHEAD 2
 
 typedef struct {
@@ -467,7 +467,7 @@ INLINE void attend(const Op *op, int64_t row, int64_t start, int64_t head, int64
     int64_t together = min_int(HEADS_MAX, max_int(1, TOGETHER_BYTES / each));
     int64_t begin = window ? max_int(0, first - window + 1) / TILE * TILE : 0;
     int64_t end = first + queries; /* what the last query sees */
-    const int ahead = op->flags ? CODES_AHEAD : AHEAD;
+    const int ahead = op->flags ? CODES_AHEAD : PLAIN_AHEAD;
     for (; head <= last; head += together) {
         Tile tiles[HEADS_MAX];
         int64_t heads = min_int(together, last + 1 - head), h = 0, key = begin;
