@@ -8,11 +8,27 @@ every backend take it. What a code means is `dequantize`, the reference of every
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How codes lie in a tensor of a file, from which kernels pack them without a byte for each.
+
+    name     of kernels/cpu/blocks.py
+    shape    [N, K] of the codes
+    is_tall  outputs are the tensor's last dimension, not its first
+    unpack   such a weight's codes, uint8 [N, K]
+    """
+
+    name: str
+    shape: tuple[int, int]
+    is_tall: bool
+    unpack: Callable[[QuantizedWeight], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +44,7 @@ class QuantizedWeight:
     offsets      float32 like scales: -scale * zero point of an asymmetric format, -dmin * m of Q4_K
     table        uint8 [16], the values of 4-bit codes that are no integers in order (IQ4_NL, MXFP4)
     permutation  int64 [K]: column k of codes multiplies x[:, permutation[k]] (GPTQ's desc_act)
+    layout       codes are still as a file has them; all else is as without. `unpacked` ends that
     """
 
     codes: torch.Tensor
@@ -38,14 +55,25 @@ class QuantizedWeight:
     offsets: torch.Tensor | None = None
     table: torch.Tensor | None = None
     permutation: torch.Tensor | None = None
+    layout: Layout | None = None
 
     @property
     def shape(self) -> torch.Size:
         """[N, K]."""
-        return self.codes.shape
+        return self.codes.shape if self.layout is None else torch.Size(self.layout.shape)
+
+    def unpacked(self) -> QuantizedWeight:
+        """The same with a byte for each code."""
+        if self.layout is None:
+            return self
+        return dataclasses.replace(self, codes=self.layout.unpack(self), layout=None)
 
     def to(self, device: torch.device) -> QuantizedWeight:
         """The same on another device."""
+        if self.codes.device == device:
+            return self
+        if self.layout is not None:
+            return self.unpacked().to(device)
         tensors: dict[str, Any] = {
             field.name: value.to(device)
             for field in dataclasses.fields(self)
@@ -61,6 +89,7 @@ def dequantize(weight: Weight) -> torch.Tensor:
     """The weight as float32 [N, K], columns in the order of x; a dense one is converted."""
     if isinstance(weight, torch.Tensor):
         return weight.float()
+    weight = weight.unpacked()
     n, k = weight.shape
     values = weight.codes
     if weight.table is not None:
@@ -112,7 +141,7 @@ def columns_of(weight: Weight, start: int, end: int) -> Weight:
 def _sliced(
     weight: QuantizedWeight, rows: slice, columns: slice, groups: slice, group: int
 ) -> QuantizedWeight:
-    offsets = weight.offsets
+    weight, offsets = weight.unpacked(), weight.offsets
     return dataclasses.replace(
         weight,
         codes=weight.codes[rows, columns].clone(),

@@ -25,7 +25,7 @@
  * difference. Older, at 128 rows: 7.2 ms without fetching ahead and 4.6 with it, all at once
  * instead of spread 6.9, every other line 6.6; masks and maxima lane by lane took 1.1 times and
  * values in float 1.2 times as long as what replaced them. */
-#define TILE_QUERIES 48  /* query heads times query tokens a tile has at most (or one token's) */
+#define TILE_QUERIES 64  /* query heads times query tokens a tile has at most (or one token's) */
 #define FLOOR -1e30f     /* below every score, and finite */
 
 typedef struct {
@@ -41,6 +41,16 @@ typedef struct {
     float *top, *total;            /* running maximum and sum of each query */
     int64_t wide;                  /* D, rounded up to TILE */
 } Tile;
+
+/* Rows that a tile has memory for: many are taken across vectors (attention_prompts.c). */
+INLINE int64_t room_for(int64_t rows) {
+    return rows < VW ? rows : divide_up(rows, TILE) * TILE;
+}
+
+/* A weight of the softmax is 2 to the power of (score - maximum) times this. */
+#define LOG2_E 1.44269504088896341f
+
+INLINE float exponent_of(const Op *op) { return op->f[1] != 0 ? LOG2_E : op->f[0] * LOG2_E; }
 
 /* Addresses of TILE keys, and of their scales where they are codes. The values and their scales lie
  * `values_further` bytes further. */
@@ -242,23 +252,26 @@ INLINE int limit_scores(const Op *op, const Tile *tile, int64_t row, int64_t sta
     return 1;
 }
 
-/* Scores of TILE keys from `start` on -> weights; the running maximum, sum and values follow. */
+/* Scores of TILE keys from `start` on -> weights; the running maximum, sum and values follow. The
+ * scale is a part of the exponent's factor, unless the cap needs scaled scores. */
 INLINE void soften(const Op *op, const Tile *tile, int64_t row, int64_t start, int dtype) {
-    float *s = tile->scores + row * TILE, scale = op->f[0];
-    vf x[2] = {load_f32(s) * scale, load_f32(s + VW) * scale};
+    const float *s = tile->scores + row * TILE, factor = exponent_of(op);
+    vf x[2] = {load_f32(s), load_f32(s + VW)};
     if (tile->scales)
         for (int j = 0; j < 2; j++) x[j] *= load_f32(tile->scales + j * VW);
+    if (op->f[1] != 0)
+        for (int j = 0; j < 2; j++) x[j] *= op->f[0];
     limit_scores(op, tile, row, start, x);
     float top = largest_of(max_of(x[0], x[1])), kept = 1;
     if (top > tile->top[row]) {
-        kept = exp_of(splat(tile->top[row] - top))[0];
+        kept = exp2_of(splat((tile->top[row] - top) * factor))[0];
         for (int64_t c = 0; c < tile->wide; c += VW) {
             float *sum = tile->sum + row * tile->wide + c;
             store_f32(sum, load_f32(sum) * kept);
         }
         tile->top[row] = top;
     }
-    vf a = exp_of(x[0] - tile->top[row]), b = exp_of(x[1] - tile->top[row]);
+    vf a = exp2_of((x[0] - tile->top[row]) * factor), b = exp2_of((x[1] - tile->top[row]) * factor);
     tile->total[row] = tile->total[row] * kept + sum_of(a + b);
     if (tile->scales) {
         a *= load_f32(tile->scales + TILE);
@@ -335,6 +348,7 @@ INLINE void take_codes(const Op *op, const Tile *tile, const Keys *keys, const K
 }
 
 #include "attention_codes.c"
+#include "attention_prompts.c"
 
 INLINE void attend_keys(const Op *op, const Tile *tile, const Keys *keys, const Keys *next,
                         int64_t start, int dtype) {
@@ -343,6 +357,10 @@ INLINE void attend_keys(const Op *op, const Tile *tile, const Keys *keys, const 
     int64_t further = values_further(op, dtype);
     if (is_whole(op->flags, D, dtype)) {
         attend_whole(op, tile, keys, next, start);
+        return;
+    }
+    if (is_across(op->flags, rows, D, dtype)) {
+        attend_across(op, tile, keys, next, start);
         return;
     }
     if (op->flags == INT8) take_codes(op, tile, keys, next, values, INT8, dtype);
@@ -373,12 +391,14 @@ INLINE void attend_keys(const Op *op, const Tile *tile, const Keys *keys, const 
 
 /* Bytes of what a tile keeps of each of its heads. */
 INLINE int64_t head_bytes(int64_t rows, int64_t wide, int64_t D) {
-    return rows * wide * 4 + divide_up(rows * D * 4, 64) * 64 + divide_up(rows * 8, 64) * 64;
+    const int64_t room = room_for(rows);
+    return room * wide * 4 + divide_up(room * D * 4, 64) * 64 + divide_up(room * 8, 64) * 64;
 }
 
 /* The `index`th of the heads that are taken together: each has its queries and sums. */
 static Tile make_tile(const Op *op, int64_t queries, int64_t first, int64_t index, Worker *me) {
     int64_t share = op->n[0] / op->n[1], rows = queries * share, D = op->n[2];
+    const int64_t room = room_for(rows);
     Tile tile = {.queries = queries, .share = share, .first = first};
     tile.wide = divide_up(D, TILE) * TILE;
     char *next = me->scratch;
@@ -386,50 +406,75 @@ static Tile make_tile(const Op *op, int64_t queries, int64_t first, int64_t inde
     tile.keys = next, next += tile.wide * TILE * 4;
     tile.values = next, next += tile.wide * TILE * 4;
     tile.scales = op->flags ? (float *)next : 0, next += 2 * TILE * 4;
-    tile.scores = (float *)next, next += rows * TILE * 4;
-    tile.weights = next, next += rows * TILE * 4;
+    tile.scores = (float *)next, next += room * TILE * 4;
+    tile.weights = next, next += room * TILE * 4;
     next += index * head_bytes(rows, tile.wide, D);
-    tile.sum = (float *)next, next += rows * tile.wide * 4;
-    tile.q = next, next += divide_up(rows * D * 4, 64) * 64;
-    tile.top = (float *)next, next += rows * 4;
+    tile.sum = (float *)next, next += room * tile.wide * 4;
+    tile.q = next, next += divide_up(room * D * 4, 64) * 64;
+    tile.top = (float *)next, next += room * 4;
     tile.total = (float *)next;
-    memset(tile.sum, 0, rows * tile.wide * 4);
+    memset(tile.sum, 0, room * tile.wide * 4);
     if (tile.wide != D && !index) memset(tile.values, 0, tile.wide * TILE * 4);
     return tile;
 }
 
+INLINE void take_query(const Op *op, const Tile *tile, int64_t row, const void *x, int dtype) {
+    int64_t D = op->n[2];
+    if (is_whole(op->flags, D, dtype)) {
+        take_whole_query(tile, row, x, D, op->f[1] != 0 ? op->f[0] : exponent_of(op));
+        return;
+    }
+    char *to = tile->q + row * D * size_of(dtype);
+    memcpy(to, x, D * size_of(dtype));
+    if (is_apart(op->flags, D, dtype))
+        for (bf16 *q = (bf16 *)to; q < (bf16 *)to + D; q += 4) {
+            bf16 second = q[1];
+            q[1] = q[2], q[2] = second;
+        }
+}
+
+/* A query's sums over their total -> element `to` of out. */
+INLINE void put_sum(const Op *op, const Tile *tile, int64_t row, int64_t to, int dtype) {
+    int64_t D = op->n[2], d = 0;
+    float factor = 1.0f / tile->total[row], *sum = tile->sum + row * tile->wide;
+    if (is_whole(op->flags, D, dtype)) settle_whole(sum, tile->wide);
+    else settle(sum, tile->wide, dtype);
+    for (; d + VW <= D; d += VW) store(op->p[2], to + d, load_f32(sum + d) * factor, dtype);
+    for (; d < D; d++) store_one(op->p[2], to + d, sum[d] * factor, dtype);
+}
+
+#define ACROSS_MAX 128 /* queries of a tile: TILE_QUERIES, or one token's */
+
 /* The queries of one KV head, whose first is token `token` of the step. */
 INLINE void take_queries(const Op *op, const Tile *tile, int64_t token, int64_t head, int dtype) {
     const float *sinks = op->p[3];
-    int64_t D = op->n[2], share = tile->share;
-    for (int64_t i = 0; i < tile->queries * share; i++) {
+    int64_t D = op->n[2], share = tile->share, rows = tile->queries * share;
+    const int is_few = !is_across(op->flags, rows, D, dtype);
+    const int has_logs = is_whole(op->flags, D, dtype); /* of scores, to the base 2 */
+    const float scale = has_logs ? 1 / LOG2_E : op->f[1] != 0 ? 1.0f : op->f[0];
+    const bf16 *queries[ACROSS_MAX];
+    for (int64_t i = 0; i < rows; i++) {
         int64_t from = (token + i / share) * op->n[6] + (head * share + i % share) * D;
-        tile->top[i] = sinks ? sinks[head * share + i % share] : FLOOR;
+        tile->top[i] = sinks ? sinks[head * share + i % share] / scale : FLOOR;
         tile->total[i] = sinks ? 1 : 0;
-        if (is_whole(op->flags, D, dtype)) {
-            take_whole_query(tile, i, (const bf16 *)op->p[0] + from, D, op->f[0]);
-            continue;
-        }
-        memcpy(tile->q + i * D * size_of(dtype), at(op->p[0], from, dtype), D * size_of(dtype));
-        if (is_apart(op->flags, D, dtype))
-            for (bf16 *q = (bf16 *)tile->q + i * D; q < (bf16 *)tile->q + (i + 1) * D; q += 4) {
-                bf16 second = q[1];
-                q[1] = q[2], q[2] = second;
-            }
+        if (is_few) take_query(op, tile, i, at(op->p[0], from, dtype), dtype);
+        else queries[i] = (const bf16 *)op->p[0] + from;
     }
+    if (is_few) return;
+    for (int64_t i = rows; i < room_for(rows); i++) tile->top[i] = 0, tile->total[i] = 1;
+    take_across(tile, queries, D);
 }
 
 INLINE void put_sums(const Op *op, const Tile *tile, int64_t token, int64_t head, int dtype) {
-    int64_t D = op->n[2], share = tile->share;
-    for (int64_t i = 0; i < tile->queries * share; i++) {
+    int64_t D = op->n[2], share = tile->share, rows = tile->queries * share;
+    const int is_few = !is_across(op->flags, rows, D, dtype);
+    bf16 *outs[ACROSS_MAX];
+    for (int64_t i = 0; i < rows; i++) {
         int64_t to = ((token + i / share) * op->n[0] + head * share + i % share) * D;
-        float factor = 1.0f / tile->total[i], *sum = tile->sum + i * tile->wide;
-        if (is_whole(op->flags, D, dtype)) settle_whole(sum, tile->wide);
-        else settle(sum, tile->wide, dtype);
-        int64_t d = 0;
-        for (; d + VW <= D; d += VW) store(op->p[2], to + d, load_f32(sum + d) * factor, dtype);
-        for (; d < D; d++) store_one(op->p[2], to + d, sum[d] * factor, dtype);
+        if (is_few) put_sum(op, tile, i, to, dtype);
+        else outs[i] = (bf16 *)op->p[2] + to;
     }
+    if (!is_few) put_across(tile, outs, D);
 }
 
 /* Tiles of keys that are fetched ahead: one of codes is computed sooner than memory answers. A row of

@@ -3,6 +3,8 @@
  *
  * A query becomes integers of 16 bits with a scale of its own, and so do a tile's weights of the
  * softmax times the scales of their values: what that rounds is a hundredth of what bfloat16 does.
+ * A value's scale is a power of 2, whose exponent is added to the score, times a rest from 1 to 2:
+ * so integers are of the largest product, and one large scale takes no bits from other values.
  * High and low bytes are multiplied apart, sums are exact, and once a tile they are scaled and added
  * in float. So neither the number of queries nor the order within a tile makes a difference, and no
  * code is widened: few queries multiply keys as they lie in memory, many a panel of them.
@@ -42,10 +44,10 @@ typedef struct {
     float kept, scale;
 } Weights;
 
-/* The scales of TILE tokens. Integers of weights are these times `times`, of which `unit` is one. */
+/* The scales of TILE tokens, values' apart: the exponents of powers of 2, what these are divided
+ * by, and the rest, 1 to 2, times the unit of integers. */
 typedef struct {
-    vf keys[2], values[2], times[2];
-    float unit;
+    vf keys[2], logs[2], inverse[2], rest[2];
 } Scales;
 
 INLINE const int8_t *high_of(const Tile *tile, int64_t row, int64_t D) {
@@ -89,24 +91,18 @@ INLINE vf scales_at(const char *const *scale, int64_t further) {
     return x + x * 0.0f;
 }
 
-/* `times` and `unit` of values with these scales; of a NaN all is NaN. */
-INLINE void weigh_scales(Scales *s, const vf values[2]) {
-    float top = largest_of(max_of(values[0], values[1]));
-    vf inverse = splat(top > 0.0f ? WEIGHT_TOP / top : 0.0f);
-    int is_bad = _mm512_cmp_ps_mask((__m512)values[0], (__m512)values[1], _CMP_UNORD_Q) != 0;
-    s->unit = is_bad ? NAN : top * (1.0f / WEIGHT_TOP);
-    for (int j = 0; j < 2; j++) s->times[j] = values[j] * inverse;
-}
-
 INLINE Scales take_scales(const Keys *keys, const Keys *next, int64_t further) {
     Scales s;
     for (int j = 0; j < 2; j++) {
         s.keys[j] = scales_at(keys->scale + j * VW, 0);
-        s.values[j] = scales_at(keys->scale + j * VW, further);
+        vf value = scales_at(keys->scale + j * VW, further);
+        vi bits = (vi)max_of(value, splat(MIN_SCALE)), power = (bits >> 23) - 127;
+        s.logs[j] = __builtin_convertvector(power, vf) + value * 0.0f; /* a NaN stays */
+        s.inverse[j] = (vf)((127 - power) << 23);
+        s.rest[j] = (vf)((bits & 0x7fffff) | 0x3f800000) * (WEIGHT_TOP / 2);
         __builtin_prefetch(next->scale[j * VW], 0, 0);
         __builtin_prefetch(next->scale[j * VW] + further, 0, 0);
     }
-    weigh_scales(&s, s.values);
     return s;
 }
 
@@ -234,40 +230,39 @@ __attribute__((constructor)) static void fill_apart(void) {
 }
 
 /* Scores of TILE keys from `start` on -> the integers of their weights, which are of the tile's own
- * maximum; the running maximum and sum follow. One function for all, so that all have the same
- * bits. */
+ * maximum; the running maximum, which logarithms are part of, and sum follow. One function for all,
+ * so that all have the same bits. */
 KERNEL void soften_whole(const Op *op, const Tile *tile, int64_t row, int64_t start,
                          const Scales *scales) {
-    Scales seen;
     const Query *query = query_of(tile, row, op->n[2]);
     const vi *scores = (const vi *)tile->scores + row * 2;
     Weights *weights = weights_of(tile, row);
-    vf x[2];
+    vf x[2], y[2];
     for (int j = 0; j < 2; j++) {
         vi product = (vi)_mm512_sub_epi32((__m512i)scores[j], _mm512_set1_epi32(query->excess));
         x[j] = __builtin_convertvector(product, vf) * query->scale * scales->keys[j];
     }
-    if (limit_scores(op, tile, row, start, x)) { /* what it does not see makes no difference */
-        vf values[2];
-        for (int j = 0; j < 2; j++)
-            values[j] = choose(x[j] == -INFINITY, (vf){0}, scales->values[j]);
-        weigh_scales(&seen, values);
-        scales = &seen;
-    }
-    float peak = largest_of(max_of(x[0], x[1])), before = tile->top[row];
+    int is_limited = limit_scores(op, tile, row, start, x);
+    if (op->f[1] != 0)
+        for (int j = 0; j < 2; j++) x[j] *= LOG2_E;
+    for (int j = 0; j < 2; j++) y[j] = x[j] + scales->logs[j];
+    if (is_limited) /* what it does not see makes no difference */
+        for (int j = 0; j < 2; j++) y[j] = choose(x[j] == -INFINITY, x[j], y[j]);
+    float peak = largest_of(max_of(y[0], y[1])), before = tile->top[row];
     peak = peak > FLOOR ? peak : FLOOR;
     __m128 both = _mm_unpacklo_ps(_mm_set_ss(before), _mm_set_ss(peak));
     float top = _mm_cvtss_f32(_mm_max_ss(_mm_set_ss(peak), _mm_set_ss(before)));
     both = _mm_sub_ps(both, _mm_set1_ps(top)); /* without a branch, which would be a coin's throw */
-    both = _mm512_castps512_ps128((__m512)exp_of((vf)_mm512_zextps128_ps512(both)));
+    both = _mm512_castps512_ps128((__m512)exp2_of((vf)_mm512_zextps128_ps512(both)));
     float kept = _mm_cvtss_f32(both), share = _mm_cvtss_f32(_mm_movehdup_ps(both));
-    vf a = exp_of(x[0] - peak), b = exp_of(x[1] - peak);
+    vf a = exp2_of(y[0] - peak), b = exp2_of(y[1] - peak);
     tile->top[row] = top;
-    tile->total[row] = fmaf(tile->total[row], kept, share * sum_of(a + b));
+    float sum = sum_of(a * scales->inverse[0] + b * scales->inverse[1]);
+    tile->total[row] = fmaf(tile->total[row], kept, share * sum);
     weights->kept = kept;
-    weights->scale = share * scales->unit;
-    __m512i first = (__m512i)to_nearest(a * scales->times[0]);
-    __m512i second = (__m512i)to_nearest(b * scales->times[1]);
+    weights->scale = share * (2 / WEIGHT_TOP);
+    __m512i first = (__m512i)to_nearest(a * scales->rest[0]);
+    __m512i second = (__m512i)to_nearest(b * scales->rest[1]);
     first = _mm512_permutex2var_epi8(first, _mm512_load_si512(apart), second);
     _mm512_storeu_si512(weights->high, first);
 }

@@ -1,15 +1,27 @@
-/* GGUF's blocks as codes, one a byte, and float scales: what kernels/weights.py defines, exactly.
+/* Codes as files have them, one a byte, and the float scales of GGUF's blocks: what
+ * kernels/weights.py defines, exactly. pack.c makes panels of them, a few columns at a time.
  *
- *   UNPACK  p  rows of blocks (uint8), codes (uint8), scales, offsets or 0 (both float)
- *           n  blocks of a row, the format (blocks.py's number)
+ *   UNPACK  p  codes as stored, codes (uint8 [N, K]) or 0, scales or 0, offsets or 0 (both float),
+ *              order or 0
+ *           n  K, N, layout (blocks.py's number), bits (of words)
  *
- * What each byte means is ggml's; model/gguf/blocks.py says the same in torch.
+ *   BYTES    uint8 [N, K]
+ *   SIGNED   int8 [N, K], less 128
+ *   NIBBLES  uint8 [N, K / 2], the low halves first
+ *   WORDS    int32 [K * bits / 32, N], a word's lowest bits first (GPTQ); column k of the codes is
+ *            order[k] of the words' (int64)
+ *   OUTPUTS  int32 [K, N / 8]: a word has outputs 0, 2, 4, 6, 1, 3, 5, 7, the lowest bits first (AWQ)
+ *   others   GGUF's blocks; what each byte means is ggml's, model/gguf/blocks.py has it in torch
  */
 #include "common.h"
 
 #define UNPACK_ROWS 8 /* of a chunk */
+#define UNPACK_COLUMNS 512 /* of a row at once */
 
-enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, MXFP4 };
+enum {
+    BYTES_LAYOUT, SIGNED_LAYOUT, NIBBLES_LAYOUT, WORDS_LAYOUT, OUTPUTS_LAYOUT,
+    Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, MXFP4
+};
 
 /* The float16 of two bytes, subnormal numbers, infinities and NaN too. */
 INLINE float half_at(const uint8_t *b) {
@@ -21,7 +33,12 @@ INLINE float half_at(const uint8_t *b) {
     return bits.f;
 }
 
+INLINE void half_to(float *to, const uint8_t *b) {
+    if (to) *to = half_at(b);
+}
+
 INLINE void nibbles(const uint8_t *b, uint8_t *codes, int count) {
+    if (!codes) return;
     for (int i = 0; i < count; i++) {
         codes[i] = b[i] & 15;
         codes[i + count] = b[i] >> 4;
@@ -30,12 +47,14 @@ INLINE void nibbles(const uint8_t *b, uint8_t *codes, int count) {
 
 INLINE void fifth_bits(const uint8_t *b, uint8_t *codes) {
     uint32_t bits;
+    if (!codes) return;
     memcpy(&bits, b, 4);
     for (int i = 0; i < 32; i++) codes[i] |= (uint8_t)((bits >> i & 1) << 4);
 }
 
 /* Eight scales and mins of 6 bits each, in 12 bytes. */
 INLINE void six_bits(const uint8_t *b, float *scales, float *offsets) {
+    if (!scales) return;
     float d = half_at(b), lowest = -half_at(b + 2);
     const uint8_t *low = b + 4, *low_mins = b + 8, *both = b + 12;
     for (int i = 0; i < 4; i++) {
@@ -48,11 +67,11 @@ INLINE void six_bits(const uint8_t *b, float *scales, float *offsets) {
 
 INLINE void q2_k(const uint8_t *b, uint8_t *codes, float *scales, float *offsets) {
     float d = half_at(b + 80), lowest = -half_at(b + 82);
-    for (int i = 0; i < 16; i++) {
+    for (int i = 0; scales && i < 16; i++) {
         scales[i] = d * (float)(b[i] & 15);
         offsets[i] = lowest * (float)(b[i] >> 4);
     }
-    for (int part = 0; part < 8; part++)
+    for (int part = 0; codes && part < 8; part++)
         for (int i = 0; i < 32; i++)
             codes[part * 32 + i] = b[16 + part / 4 * 32 + i] >> part % 4 * 2 & 3;
 }
@@ -60,11 +79,11 @@ INLINE void q2_k(const uint8_t *b, uint8_t *codes, float *scales, float *offsets
 INLINE void q3_k(const uint8_t *b, uint8_t *codes, float *scales) {
     const uint8_t *packed = b + 96;
     float d = half_at(b + 108);
-    for (int i = 0; i < 16; i++) {
+    for (int i = 0; scales && i < 16; i++) {
         int low = i < 8 ? packed[i] & 15 : packed[i - 8] >> 4;
         scales[i] = d * (float)((low | (packed[8 + i % 4] >> i / 4 * 2 & 3) << 4) - 32);
     }
-    for (int part = 0; part < 8; part++)
+    for (int part = 0; codes && part < 8; part++)
         for (int i = 0; i < 32; i++) {
             int low = b[32 + part / 4 * 32 + i] >> part % 4 * 2 & 3;
             codes[part * 32 + i] = (uint8_t)(low | (b[i] >> part & 1) << 2);
@@ -73,11 +92,13 @@ INLINE void q3_k(const uint8_t *b, uint8_t *codes, float *scales) {
 
 INLINE void q4_k(const uint8_t *b, uint8_t *codes, float *scales, float *offsets) {
     six_bits(b, scales, offsets);
+    if (!codes) return;
     for (int part = 0; part < 4; part++) nibbles(b + 16 + part * 32, codes + part * 64, 32);
 }
 
 INLINE void q5_k(const uint8_t *b, uint8_t *codes, float *scales, float *offsets) {
     six_bits(b, scales, offsets);
+    if (!codes) return;
     for (int part = 0; part < 4; part++) nibbles(b + 48 + part * 32, codes + part * 64, 32);
     for (int part = 0; part < 8; part++)
         for (int i = 0; i < 32; i++) codes[part * 32 + i] |= (uint8_t)((b[16 + i] >> part & 1) << 4);
@@ -85,8 +106,8 @@ INLINE void q5_k(const uint8_t *b, uint8_t *codes, float *scales, float *offsets
 
 INLINE void q6_k(const uint8_t *b, uint8_t *codes, float *scales) {
     float d = half_at(b + 208);
-    for (int i = 0; i < 16; i++) scales[i] = d * (float)(int8_t)b[192 + i];
-    for (int half = 0; half < 2; half++) {
+    for (int i = 0; scales && i < 16; i++) scales[i] = d * (float)(int8_t)b[192 + i];
+    for (int half = 0; codes && half < 2; half++) {
         nibbles(b + half * 64, codes + half * 128, 64);
         for (int part = 0; part < 4; part++)
             for (int i = 0; i < 32; i++) {
@@ -107,8 +128,8 @@ INLINE float half_power(uint32_t e) {
     case FORMAT:                                                              \
         for (int64_t i = 0; i < blocks; i++) {                                \
             const uint8_t *b = row + i * (BYTES);                             \
-            uint8_t *c = codes + i * (WEIGHTS);                               \
-            float *s = scales + i * (GROUPS);                                 \
+            uint8_t *c = codes ? codes + i * (WEIGHTS) : 0;                   \
+            float *s = scales ? scales + i * (GROUPS) : 0;                    \
             float *o = offsets ? offsets + i * (GROUPS) : 0;                  \
             (void)o;                                                          \
             STEPS                                                             \
@@ -122,28 +143,67 @@ typedef struct {
 static Sizes unpack_row(int64_t format, int64_t blocks, const uint8_t *row, uint8_t *codes,
                         float *scales, float *offsets) {
     switch (format) {
-    EACH(Q4_0, 18, 32, 1, { s[0] = half_at(b); nibbles(b + 2, c, 16); })
-    EACH(Q4_1, 20, 32, 1, { s[0] = half_at(b); o[0] = half_at(b + 2); nibbles(b + 4, c, 16); })
-    EACH(Q5_0, 22, 32, 1, { s[0] = half_at(b); nibbles(b + 6, c, 16); fifth_bits(b + 2, c); })
+    EACH(Q4_0, 18, 32, 1, { half_to(s, b); nibbles(b + 2, c, 16); })
+    EACH(Q4_1, 20, 32, 1, { half_to(s, b); half_to(o, b + 2); nibbles(b + 4, c, 16); })
+    EACH(Q5_0, 22, 32, 1, { half_to(s, b); nibbles(b + 6, c, 16); fifth_bits(b + 2, c); })
     EACH(Q5_1, 24, 32, 1, {
-        s[0] = half_at(b);
-        o[0] = half_at(b + 2);
+        half_to(s, b);
+        half_to(o, b + 2);
         nibbles(b + 8, c, 16);
         fifth_bits(b + 4, c);
     })
     EACH(Q8_0, 34, 32, 1, {
-        s[0] = half_at(b);
-        for (int j = 0; j < 32; j++) c[j] = b[2 + j] ^ 128;
+        half_to(s, b);
+        for (int j = 0; c && j < 32; j++) c[j] = b[2 + j] ^ 128;
     })
     EACH(Q2_K, 84, 256, 16, { q2_k(b, c, s, o); })
     EACH(Q3_K, 110, 256, 16, { q3_k(b, c, s); })
     EACH(Q4_K, 144, 256, 8, { q4_k(b, c, s, o); })
     EACH(Q5_K, 176, 256, 8, { q5_k(b, c, s, o); })
     EACH(Q6_K, 210, 256, 16, { q6_k(b, c, s); })
-    EACH(IQ4_NL, 18, 32, 1, { s[0] = half_at(b); nibbles(b + 2, c, 16); })
-    EACH(MXFP4, 17, 32, 1, { s[0] = half_power(b[0]); nibbles(b + 1, c, 16); })
+    EACH(IQ4_NL, 18, 32, 1, { half_to(s, b); nibbles(b + 2, c, 16); })
+    EACH(MXFP4, 17, 32, 1, {
+        if (s) *s = half_power(b[0]);
+        nibbles(b + 1, c, 16);
+    })
     }
     return (Sizes){0, 0, 0};
+}
+
+INLINE int is_by_rows(int64_t layout) { return layout != WORDS_LAYOUT && layout != OUTPUTS_LAYOUT; }
+
+/* Codes of a row from column `first` on, a multiple of 256, of a layout that is_by_rows. */
+static void codes_of_row(int64_t layout, const uint8_t *rows, int64_t K, int64_t row, int64_t first,
+                         int64_t count, uint8_t *codes) {
+    if (layout == BYTES_LAYOUT) {
+        memcpy(codes, rows + row * K + first, (size_t)count);
+    } else if (layout == SIGNED_LAYOUT) {
+        for (int64_t i = 0; i < count; i++) codes[i] = rows[row * K + first + i] ^ 128;
+    } else if (layout == NIBBLES_LAYOUT) {
+        const uint8_t *from = rows + (row * K + first) / 2;
+        for (int64_t i = 0; i < count / 2; i++) {
+            codes[2 * i] = from[i] & 15;
+            codes[2 * i + 1] = from[i] >> 4;
+        }
+    } else {
+        Sizes each = unpack_row(layout, 0, 0, 0, 0, 0);
+        const uint8_t *from = rows + (row * K + first) / each.weights * each.bytes;
+        unpack_row(layout, count / each.weights, from, codes, 0, 0);
+    }
+}
+
+/* Where a code lies in words: the word's place, and its shift. */
+INLINE int64_t word_of(const Op *op, int64_t layout, int64_t bits, int64_t N, int64_t row, int64_t k,
+                       int *shift) {
+    static const uint8_t places[] = {0, 4, 1, 5, 2, 6, 3, 7}; /* of OUTPUTS_LAYOUT */
+    const int64_t *order = op->p[4];
+    if (layout == OUTPUTS_LAYOUT) {
+        *shift = 4 * places[row % 8];
+        return k * (N / 8) + row / 8;
+    }
+    int64_t bit = (order ? order[k] : k) * bits;
+    *shift = (int)(bit % 32);
+    return bit / 32 * N + row;
 }
 
 static int64_t unpack_chunks(const Op *op, const Step *step, int threads) {
@@ -151,16 +211,37 @@ static int64_t unpack_chunks(const Op *op, const Step *step, int threads) {
     return max_int(1, divide_up(step->counts[op->count], UNPACK_ROWS));
 }
 
+static void unpack_words(const Op *op, int64_t first, int64_t last, int64_t N) {
+    int64_t K = op->n[0], layout = op->n[2], bits = op->n[3];
+    const uint32_t *words = op->p[0];
+    uint8_t *codes = op->p[1];
+    for (int64_t k = 0; k < K; k++)
+        for (int64_t row = first; row < last; row++) {
+            int shift;
+            int64_t word = word_of(op, layout, bits, N, row, k, &shift);
+            codes[row * K + k] = (uint8_t)(words[word] >> shift & ((1u << bits) - 1));
+        }
+}
+
 static void unpack_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {
     (void)me;
-    int64_t blocks = op->n[0], format = op->n[1];
-    Sizes each = unpack_row(format, 0, 0, 0, 0, 0);
-    int64_t last = min_int(step->counts[op->count], (chunk + 1) * UNPACK_ROWS);
-    for (int64_t i = chunk * UNPACK_ROWS; i < last; i++) {
-        int64_t first = i * blocks;
-        float *offsets = op->p[3] ? (float *)op->p[3] + first * each.groups : 0;
-        unpack_row(format, blocks, (const uint8_t *)op->p[0] + first * each.bytes,
-                   (uint8_t *)op->p[1] + first * each.weights,
-                   (float *)op->p[2] + first * each.groups, offsets);
+    int64_t K = op->n[0], N = op->n[1], layout = op->n[2];
+    int64_t first = chunk * UNPACK_ROWS;
+    int64_t last = min_int(step->counts[op->count], first + UNPACK_ROWS);
+    uint8_t *codes = op->p[1];
+    float *scales = op->p[2], *offsets = op->p[3];
+    if (!is_by_rows(layout)) {
+        unpack_words(op, first, last, N);
+        return;
     }
+    for (int64_t row = first; codes && row < last; row++)
+        for (int64_t k = 0; k < K; k += UNPACK_COLUMNS)
+            codes_of_row(layout, op->p[0], K, row, k, min_int(UNPACK_COLUMNS, K - k),
+                         codes + row * K + k);
+    if (!scales) return;
+    Sizes each = unpack_row(layout, 0, 0, 0, 0, 0);
+    int64_t blocks = K / each.weights, groups = blocks * each.groups;
+    for (int64_t row = first; row < last; row++)
+        unpack_row(layout, blocks, (const uint8_t *)op->p[0] + row * blocks * each.bytes, 0,
+                   scales + row * groups, offsets ? offsets + row * groups : 0);
 }

@@ -83,8 +83,13 @@ INLINE float to_float(bf16 x) {
     return bits.f;
 }
 
-/* Round to nearest, ties to even; NaN stays NaN. */
+/* Round to nearest, ties to even; NaN stays NaN. With a dot product by its instruction, which also makes
+ * zeros of numbers below 2**-126; so one number and a vector have the same bits. */
 INLINE bf16 to_bf16(float x) {
+#if HAS_DOT
+    __m256i lanes = (__m256i)_mm512_cvtneps_pbh(_mm512_set1_ps(x));
+    return (bf16)_mm256_extract_epi16(lanes, 0);
+#endif
     union { float f; uint32_t u; } bits = {x};
     if (x != x) return 0x7fc0;
     return (bf16)((bits.u + 0x7fff + ((bits.u >> 16) & 1)) >> 16);
@@ -101,6 +106,10 @@ INLINE vf load_bf16(const bf16 *p) {
 }
 
 INLINE void store_bf16(bf16 *p, vf x) {
+#if HAS_DOT
+    _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+    return;
+#endif
     vu bits = (vu)x;
     vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     vi is_nan = x != x;
@@ -215,4 +224,32 @@ INLINE vf exp_of(vf x) {
     y = y * r + 5.0000001201e-1f;
     y = y * (r * r) + r + 1.0f;
     return (vf)((vi)(y * power) & ~is_tiny);
+}
+
+/* 2**x by 2**n * 2**f, f from -0.5 to 0.5: a polynomial of degree 5, within 2 units in the last place
+ * up to 126. Below -150 it is 0 (smaller numbers than the normal ones are exact with AVX512 alone);
+ * NaN gives NaN. */
+INLINE vf exp2_of(vf x) {
+#if VW == 16
+    x = max_of(splat(-160.0f), x);
+    vf n = (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    vi is_tiny = x < splat(-126.0f);
+    x = choose(is_tiny, splat(-126.0f), x);
+    vf magic = splat(12582912.0f), n = x + magic;
+    vf power = (vf)(((vi)n - (vi)magic + 127) << 23);
+    n -= magic;
+#endif
+    vf f = x - n;
+    vf y = splat(1.3264727e-3f);
+    y = y * f + 9.671513e-3f;
+    y = y * f + 5.5507336e-2f;
+    y = y * f + 2.4022242e-1f;
+    y = y * f + 6.93147e-1f;
+    y = y * f + 1.0f;
+#if VW == 16
+    return (vf)_mm512_scalef_ps((__m512)y, (__m512)n);
+#else
+    return (vf)((vi)(y * power) & ~is_tiny);
+#endif
 }

@@ -2,9 +2,10 @@
  *
  *   PACK            p  weight [N, K] of the op's dtype, packed (linear.c)
  *                   n  K, N
- *   PACK_QUANTIZED  p  codes (uint8 [N, K]), packed (quantized_linear.c), scales, offsets or zeros
- *                      (uint8) or 0
- *                   n  K, N, group, block, form: as there; scales [N, groups] are as wide as packed
+ *   PACK_QUANTIZED  p  codes as stored (blocks.c), packed (quantized_linear.c), scales, offsets or
+ *                      zeros (uint8) or 0, order or 0
+ *                   n  K, N, group, block, form: as there, layout, bits (of words);
+ *                      scales [N, groups] are as wide as packed
  *   flags  GATE_*: N / 2 gates and then N / 2 ups become panels of VW gates and VW ups
  */
 #include "common.h"
@@ -51,38 +52,129 @@ static void pack_run(const Op *op, const Step *step, int64_t panel, Worker *me) 
     }
 }
 
-/* 4 codes from k on; beyond K they are 0. */
-INLINE uint32_t four_codes(const uint8_t *from, int64_t k, int64_t K) {
-    uint32_t four = 0;
-    if (k < K) memcpy(&four, from + k, (size_t)min_int(4, K - k));
-    return four;
+#define RUN (VW < 8 ? VW : 8) /* neighbours in OUTPUTS_LAYOUT that have one word */
+
+/* 4 codes of each output of a panel, the first lowest: [UNPACK_COLUMNS / 4][TILE]. */
+typedef uint32_t Fours[UNPACK_COLUMNS / 4][TILE];
+
+/* Of columns `first` to `last` from rows; beyond K, and where there is no row, codes are 0. */
+static void fours_of_rows(const Op *op, int64_t panel, int64_t first, int64_t last, Fours fours) {
+    _Alignas(64) uint8_t codes[TILE][UNPACK_COLUMNS];
+    int64_t K = op->n[0], count = min_int(last, K) - first;
+    for (int64_t j = 0; j < TILE; j++) {
+        int64_t row = row_of(op, panel, j), known = row < 0 ? 0 : count;
+        if (known) codes_of_row(op->n[5], op->p[0], K, row, first, known, codes[j]);
+        memset(codes[j] + known, 0, (size_t)(last - first - known));
+    }
+    for (int64_t i = 0; i < (last - first) / 4; i += 4)
+        for (int64_t j = 0; j < TILE; j++) {
+            uint32_t c[4];
+            memcpy(c, codes[j] + 4 * i, 16);
+            for (int64_t at = 0; at < 4; at++) fours[i + at][j] = c[at];
+        }
 }
 
-/* `first` to `last` of a row's codes, 16 at a time, into every TILE-th word from `to` on. */
-INLINE void pack_row(uint32_t *to, const uint8_t *from, int64_t first, int64_t last, int64_t K,
-                     int bits) {
-    for (int64_t k = first; k < last; k += 16, to += TILE * bits / 2) {
-        uint32_t c[4];
-        if (k + 16 <= K) memcpy(c, from + k, 16);
-        else
-            for (int i = 0; i < 4; i++) c[i] = four_codes(from, k + 4 * i, K);
-        if (bits == 8) {
-            for (int i = 0; i < 4; i++) to[i * TILE] = c[i];
-            continue;
+/* The same from words, which have a column's outputs side by side. */
+static void fours_of_words(const Op *op, int64_t panel, int64_t first, int64_t last, Fours fours) {
+    int64_t K = op->n[0], N = op->n[1], bits = op->n[6], layout = op->n[5];
+    uint32_t shifts[TILE] = {0}, present[TILE]; /* of an output, beside its column's */
+    int32_t places[TILE] = {0};
+    for (int64_t j = 0; j < TILE; j++) {
+        int64_t row = row_of(op, panel, j);
+        int shift = 0;
+        present[j] = row < 0 ? 0 : ~0u;
+        if (row < 0) continue;
+        places[j] = (int32_t)(word_of(op, layout, bits, N, row, 0, &shift) -
+                              word_of(op, layout, bits, N, 0, 0, &shift));
+        word_of(op, layout, bits, N, row, 0, &shift);
+        if (layout == OUTPUTS_LAYOUT) shifts[j] = (uint32_t)shift;
+    }
+    const int is_along = layout == WORDS_LAYOUT && places[VW - 1] - places[0] == VW - 1 &&
+                         places[TILE - 1] - places[VW] == VW - 1;
+    const int is_in_runs = layout == OUTPUTS_LAYOUT && (op->flags < GATE_SILU || N / 2 % RUN == 0);
+    for (int64_t i = 0; i < (last - first) / 4; i++) {
+        const uint32_t *from[4];
+        uint32_t masks[4], down[4];
+        for (int at = 0; at < 4; at++) {
+            int64_t k = first + 4 * i + at;
+            int shift;
+            masks[at] = k < K ? (1u << bits) - 1 : 0;
+            from[at] = (const uint32_t *)op->p[0] +
+                       word_of(op, layout, bits, N, 0, min_int(k, K - 1), &shift);
+            down[at] = (uint32_t)shift;
         }
-        const uint32_t low = 0x0f0f0f0f, high = 0x03030303;
-        to[0] = (c[0] & low) | (c[1] & low) << 4;
-        to[TILE] = (c[2] & low) | (c[3] & low) << 4;
-        if (bits == 6) {
-            for (int i = 0; i < 4; i++) c[i] = c[i] >> 4 & high;
-            to[2 * TILE] = c[0] | c[1] << 2 | c[2] << 4 | c[3] << 6;
+        for (int64_t half = 0; is_along && half < TILE; half += VW) {
+            vu four = {0};
+            for (int at = 0; at < 4; at++) {
+                vu words = (vu)load_f32((const float *)from[at] + places[half]);
+                four |= (words >> down[at] & masks[at]) << (8 * at);
+            }
+            store_f32((float *)fours[i] + half, (vf)four);
         }
+        for (int64_t run = 0; is_in_runs && run < TILE; run += RUN) {
+            uint32_t word[4];
+            for (int at = 0; at < 4; at++) word[at] = from[at][places[run]];
+            for (int64_t j = run; j < run + RUN; j++) {
+                uint32_t four = 0;
+                for (int at = 0; at < 4; at++)
+                    four |= (word[at] >> shifts[j] & masks[at]) << (8 * at);
+                fours[i][j] = four & present[j];
+            }
+        }
+        for (int64_t j = 0; !is_in_runs && !is_along && j < TILE; j++) {
+            uint32_t four = 0;
+            for (int at = 0; at < 4; at++)
+                four |= (from[at][places[j]] >> (down[at] + shifts[j]) & masks[at]) << (8 * at);
+            fours[i][j] = four & present[j];
+        }
+    }
+}
+
+/* 16 codes of each output into a panel. */
+INLINE void pack_sixteen(char *to, uint32_t c[4][TILE], int bits) {
+    uint32_t *out = (uint32_t *)to;
+    if (bits == 8) {
+        memcpy(out, c, 4 * sizeof *c);
+        return;
+    }
+    const uint32_t low = 0x0f0f0f0f, high = 0x03030303;
+    for (int64_t j = 0; j < TILE; j++) {
+        out[j] = (c[0][j] & low) | (c[1][j] & low) << 4;
+        out[TILE + j] = (c[2][j] & low) | (c[3][j] & low) << 4;
+        if (bits == 6)
+            out[2 * TILE + j] = (c[0][j] >> 4 & high) | (c[1][j] >> 4 & high) << 2 |
+                                (c[2][j] >> 4 & high) << 4 | (c[3][j] >> 4 & high) << 6;
     }
 }
 
 INLINE void pack_scale(char *to, int64_t j, const void *from, int64_t i, int is_wide) {
     if (is_wide) ((uint32_t *)to)[j] = ((const uint32_t *)from)[i];
     else ((uint16_t *)to)[j] = ((const uint16_t *)from)[i];
+}
+
+/* What precedes the codes of each group. */
+static void pack_headers(const Op *op, int64_t panel, const Shape *shape, char *to) {
+    int64_t groups = divide_up(op->n[0], op->n[2]);
+    int is_wide = shape->form & WIDE_SCALES;
+    for (int64_t g = 0; g < groups; g++) {
+        memset(to + group_at(shape, g), 0, (size_t)shape->header);
+        if (shape->form & ZEROS && g % TOGETHER == 0)
+            memset(to + zeros_at(shape, g), 0, VW * TOGETHER);
+    }
+    for (int64_t j = 0; j < TILE; j++) {
+        int64_t row = row_of(op, panel, j);
+        if (row < 0) continue;
+        for (int64_t g = 0; g < groups; g++) {
+            char *group = to + group_at(shape, g);
+            pack_scale(group, j, op->p[2], row * groups + g, is_wide);
+            if (shape->form & OFFSETS)
+                pack_scale(group + shape->header / 2, j, op->p[3], row * groups + g, is_wide);
+            if (shape->form & ZEROS) {
+                uint8_t zero = ((const uint8_t *)op->p[3])[row * groups + g];
+                to[zeros_at(shape, g) + j % VW] |= (char)(zero << j / VW * 4);
+            }
+        }
+    }
 }
 
 static void pack_quantized_run(const Op *op, const Step *step, int64_t panel, Worker *me) {
@@ -92,27 +184,22 @@ static void pack_quantized_run(const Op *op, const Step *step, int64_t panel, Wo
     int64_t sizes[] = {op->n[0], op->n[1], 0, 0, op->n[2], op->n[3], op->n[3], op->n[4]};
     memcpy(as_linear.n, sizes, sizeof sizes);
     Shape shape = shape_of(&as_linear);
-    int64_t K = op->n[0], groups = divide_up(K, op->n[2]);
-    int is_wide = shape.form & WIDE_SCALES;
     char *to = (char *)op->p[1] + panel * shape.panel_bytes;
-    memset(to, 0, (size_t)shape.panel_bytes);
-    for (int64_t j = 0; j < TILE; j++) {
-        int64_t row = row_of(op, panel, j);
-        if (row < 0) continue;
-        const uint8_t *from = (const uint8_t *)op->p[0] + row * K;
-        for (int64_t g = 0; g < groups; g++) {
-            char *group = to + group_at(&shape, g);
-            pack_scale(group, j, op->p[2], row * groups + g, is_wide);
-            if (shape.form & OFFSETS)
-                pack_scale(group + shape.header / 2, j, op->p[3], row * groups + g, is_wide);
-            if (shape.form & ZEROS) {
-                uint8_t zero = ((const uint8_t *)op->p[3])[row * groups + g];
-                to[zeros_at(&shape, g) + j % VW] |= (char)(zero << j / VW * 4);
-            }
-            int64_t first = g * op->n[2];
-            int64_t last = min_int(first + op->n[2], shape.blocks * shape.block);
-            pack_row((uint32_t *)(group + shape.header) + j, from, first, last, K,
-                     bits_of(shape.form));
+    int64_t columns = shape.blocks * shape.block;
+    int bits = bits_of(shape.form);
+    _Alignas(64) Fours fours;
+    pack_headers(op, panel, &shape, to);
+    for (int64_t first = 0; first < columns; first += UNPACK_COLUMNS) {
+        int64_t last = min_int(columns, first + UNPACK_COLUMNS);
+        if (is_by_rows(op->n[5])) fours_of_rows(op, panel, first, last, fours);
+        else fours_of_words(op, panel, first, last, fours);
+        for (int64_t k = first; k < last; k += 16) {
+            int64_t g = k / op->n[2];
+            char *group = to + group_at(&shape, g) + shape.header;
+            uint32_t(*c)[TILE] = fours + (k - first) / 4;
+            char *out = group + (k - g * op->n[2]) * TILE / 8 * bits;
+            if (bits == 4) pack_sixteen(out, c, 4);
+            else pack_sixteen(out, c, bits);
         }
     }
 }

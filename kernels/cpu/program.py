@@ -67,6 +67,9 @@ class Kind(IntEnum):
     ROUND = 17
     BAN = 18
     TOP = 19
+    NARROW = 20
+    ZEROS = 21
+    FLOAT8 = 22
 
 
 class Count(IntEnum):

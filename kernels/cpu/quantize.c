@@ -46,6 +46,21 @@ INLINE int32_t sum_of_ints(vi x) {
 
 /* max |x| of `size` numbers, a multiple of 16; a NaN is more than an infinity. */
 INLINE float peak_of(const void *x, int64_t first, int64_t size, int dtype) {
+#if VW == 16 && defined(__AVX512BW__)
+    if (dtype == BF16 && size % 32 == 0) {
+        __m512i most = _mm512_setzero_si512();
+        for (const bf16 *p = (const bf16 *)x + first, *end = p + size; p < end; p += 32) {
+            __m512i bits = _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi16(0x7fff));
+            most = _mm512_max_epu16(most, bits);
+        }
+        __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(most),
+                                        _mm512_extracti64x4_epi64(most, 1));
+        __m128i part = _mm_max_epu16(_mm256_castsi256_si128(half),
+                                     _mm256_extracti128_si256(half, 1));
+        part = _mm_minpos_epu16(_mm_xor_si128(part, _mm_set1_epi16(-1))); /* the least complement */
+        return to_float((bf16)~_mm_cvtsi128_si32(part));
+    }
+#endif
     vi largest = {0}; /* of the bits without their sign: ordered as the numbers are */
     for (int64_t k = first; k < first + size; k += VW) {
         vi bits = (vi)load(x, k, dtype) & 0x7fffffff;
@@ -70,6 +85,18 @@ INLINE float peak_of(const void *x, int64_t first, int64_t size, int dtype) {
 INLINE void store_block(Record *to, const void *x, int64_t first, int64_t size, float inverse,
                         int32_t zero, int dtype) {
     vi sum = {0};
+#if VW == 16
+    if (inverse != 0.0f && dtype == BF16 && size % 32 == 0) {
+        for (int64_t k = 0; k < size; k += 32) {
+            vi both = *(const vi_any *)((const bf16 *)x + first + k);
+            vi even = to_nearest((vf)(both << 16) * splat(inverse));
+            vi odd = to_nearest((vf)(both & (int32_t)0xffff0000) * splat(inverse));
+            sum += even + odd;
+            both = (even & 255) | odd << 8;
+            _mm256_storeu_si256((__m256i *)(to->codes + k), _mm512_cvtepi32_epi16((__m512i)both));
+        }
+    } else
+#endif
     if (inverse == 0.0f) memset(to->codes, 0, (size_t)size); /* an infinity times 0 is NaN */
     else
         for (int64_t k = 0; k < size; k += 16)

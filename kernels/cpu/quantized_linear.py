@@ -22,6 +22,7 @@ from collections.abc import Sequence
 
 import torch
 
+from streamer.kernels.cpu.blocks import LAYOUTS
 from streamer.kernels.cpu.memory import new_panels
 from streamer.kernels.cpu.program import Call, Kind, issue, new_rows, team
 from streamer.kernels.weights import QuantizedWeight, Weight, dequantize
@@ -33,7 +34,6 @@ BLOCK = 32  # columns that share a scale of the activations,
 SPAN = 128  # and beside weights of few bits: beyond, integer sums may exceed dot.h's 2**22
 FEW_BITS = 6
 RECORD_BYTES = 16  # quantize.c's, before a block's codes
-FLOAT8_ROWS = 256  # converted at once
 
 Records = dict[tuple[int, int, int, int], torch.Tensor]  # by block, span, zero, permutation
 
@@ -81,8 +81,10 @@ class Quantized:
         self._dtype = dtype
         self.shape = (n, k)
         beside = offsets if zeros is None else zeros
-        pointers = (weight.codes.contiguous(), self._packed, scales, beside)
-        sizes = (k, n, group, block, form)
+        layout = "BYTES" if weight.layout is None else weight.layout.name
+        codes = weight.codes.contiguous()
+        pointers = (codes, self._packed, scales, beside, weight.permutation)
+        sizes = (k, n, group, block, form, LAYOUTS.index(layout), weight.bits)
         issue(Call(Kind.PACK_QUANTIZED, self._packed, torch.float32, pointers, sizes, flags=flags))
 
     def multiply(self, x: torch.Tensor, out: torch.Tensor, flags: int, records: Records) -> None:
@@ -141,47 +143,42 @@ def zero_points(weight: QuantizedWeight) -> torch.Tensor | None:
     None. A first row tells most others."""
     if weight.offsets is None or weight.zero or packed_bits(weight) > 4 or weight.table is not None:
         return None
-    zeros = torch.empty(0)
-    for rows in (slice(0, 1), slice(None)):
-        scales, offsets = weight.scales[rows], weight.offsets[rows]
-        zeros = (offsets / scales).round_().neg_()
-        if not bool((zeros.mul(scales).neg_().eq(offsets) & (zeros >= 0) & (zeros <= 15)).all()):
-            return None
-    return zeros.to(torch.uint8)
+    first = -(weight.offsets[:1] / weight.scales[:1]).round()
+    if not bool(((first >= 0) & (first <= 15)).all()):
+        return None
+    zeros = torch.empty(weight.scales.shape, dtype=torch.uint8)
+    scales, offsets = weight.scales.contiguous(), weight.offsets.contiguous()
+    return None if _faults(Kind.ZEROS, scales, offsets, zeros) else zeros
 
 
 def _narrow(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scales and offsets as float16, or both as float32 where that would round by more."""
     both = [weight.scales] if weight.offsets is None else [weight.scales, weight.offsets]
-    if all(bool(((t.half().float() - t).abs() <= t.abs() * 2.0**-11).all()) for t in both):
-        both = [t.half() for t in both]
     both = [t.contiguous() for t in both]
+    halves = [torch.empty(t.shape, dtype=torch.float16) for t in both]
+    if not any(_faults(Kind.NARROW, t, half) for t, half in zip(both, halves, strict=True)):
+        both = halves
     return both[0], both[1] if len(both) > 1 else None
+
+
+def _faults(kind: Kind, *tensors: torch.Tensor) -> bool:
+    """Issue an op of scales.c on tensors [N, G]; whether it found a fault in a row."""
+    faults = torch.empty(tensors[0].shape[0], dtype=torch.uint8)
+    sizes = (tensors[0].shape[1],)
+    issue(Call(kind, tensors[0], torch.float32, (*tensors, faults), sizes))
+    return bool(faults.any())
 
 
 def as_integers(weight: QuantizedWeight) -> QuantizedWeight:
     """float8 codes as 8-bit integers in groups of 32: the error is a fifth of theirs, and adds a
     fiftieth to it (the bundled model, and normal numbers)."""
-    if weight.codes.dtype is torch.uint8:
+    if weight.codes.dtype is not torch.float8_e4m3fn:
         return weight
     n, k = weight.shape
-    groups = -(-k // BLOCK)
     codes = torch.empty(n, k, dtype=torch.uint8)
-    scales = torch.empty(n, groups)
-    for first in range(0, n, FLOAT8_ROWS):
-        these = slice(first, first + FLOAT8_ROWS)
-        some = dataclasses.replace(
-            weight, codes=weight.codes[these], scales=weight.scales[these], permutation=None
-        )
-        dense = torch.nn.functional.pad(dequantize(some), (0, groups * BLOCK - k))
-        dense = dense.view(-1, groups, BLOCK)
-        scale = dense.abs().amax(-1) / 127
-        rounded = scale.half().float()
-        scale = torch.where((rounded - scale).abs() <= scale * 2.0**-11, rounded, scale)
-        inverse = torch.where(scale > 0, 1 / scale, 0.0)
-        integers = (dense * inverse.unsqueeze(-1)).round().clamp(-127, 127) + 128
-        codes[these] = integers.to(torch.uint8).view(-1, groups * BLOCK)[:, :k]
-        scales[these] = scale
+    scales = torch.empty(n, -(-k // BLOCK))
+    pointers = (weight.codes.contiguous(), weight.scales.contiguous(), codes, scales)
+    issue(Call(Kind.FLOAT8, codes, torch.float32, pointers, (k, weight.group)))
     return QuantizedWeight(codes, scales, BLOCK, 8, 128, permutation=weight.permutation)
 
 
@@ -200,8 +197,8 @@ def _is_one_form(a: Weight, b: Weight) -> bool:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype is b.dtype
     return (
-        (a.group, packed_bits(a), a.zero, a.codes.dtype)
-        == (b.group, packed_bits(b), b.zero, b.codes.dtype)
+        (a.group, packed_bits(a), a.zero, a.codes.is_floating_point())
+        == (b.group, packed_bits(b), b.zero, b.codes.is_floating_point())
         and _same(a.table, b.table)
         and _same(a.permutation, b.permutation)
         and (a.offsets is None) == (b.offsets is None)
@@ -214,9 +211,17 @@ def _stacked(parts: Sequence[Weight]) -> Weight:
     if not quantized:
         return torch.cat([part for part in parts if isinstance(part, torch.Tensor)])
     offsets = [part.offsets for part in quantized if part.offsets is not None]
+    if len({None if p.layout is None else (p.layout.name, p.bits) for p in quantized}) > 1:
+        quantized = [part.unpacked() for part in quantized]
+    layout = quantized[0].layout
+    if layout is not None:
+        n = sum(part.shape[0] for part in quantized)
+        layout = dataclasses.replace(layout, shape=(n, layout.shape[1]))
+    along = 1 if layout is not None and layout.is_tall else 0
     return dataclasses.replace(
         quantized[0],
-        codes=torch.cat([part.codes for part in quantized]),
+        codes=torch.cat([part.codes for part in quantized], along),
+        layout=layout,
         scales=torch.cat([part.scales for part in quantized]),
         bits=max(part.bits for part in quantized),
         offsets=torch.cat(offsets) if offsets else None,
@@ -234,7 +239,9 @@ def widest(parts: Sequence[Weight]) -> Weight:
     groups, or dense where one is or where permutations differ."""
     if any(isinstance(part, torch.Tensor) for part in parts):
         return torch.cat([dequantize(part) for part in parts])
-    quantized = [as_integers(part) for part in parts if isinstance(part, QuantizedWeight)]
+    quantized = [
+        as_integers(part.unpacked()) for part in parts if isinstance(part, QuantizedWeight)
+    ]
     if not all(_same(part.permutation, quantized[0].permutation) for part in quantized):
         return torch.cat([dequantize(part) for part in quantized])
     k = quantized[0].shape[1]

@@ -17,17 +17,18 @@
 #include "linear.c"
 #include "quantize.c"
 #include "quantized_linear.c"
-#include "pack.c"
 #include "attention.c"
 #include "ban.c"
 #include "best.c"
 #include "blocks.c"
+#include "pack.c"
 #include "copy.c"
 #include "draw.c"
 #include "embedding.c"
 #include "fit.c"
 #include "norm.c"
 #include "rope.c"
+#include "scales.c"
 #include "top.c"
 
 #define THREADS_MAX 256
@@ -51,7 +52,8 @@ static const Kind kinds[] = {
     {pack_chunks, pack_run},           {pack_chunks, pack_quantized_run},
     {unpack_chunks, unpack_run},       {fit_chunks, fit_run},
     {fit_chunks, round_run},           {ban_chunks, ban_run},
-    {top_chunks, top_run},
+    {top_chunks, top_run},             {scales_chunks, narrow_run},
+    {scales_chunks, zeros_run},        {scales_chunks, float8_run},
 };
 
 /* A range is op << 52 | first chunk << 26 | end, so that taking a chunk checks that the op is still

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence as Seq
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
@@ -353,6 +353,10 @@ class StepResult(msgspec.Struct, frozen=True):
 
 
 # ---------------------------------------------------------------- output: scheduler -> loop
+
+
+# How the detail of a choice begins that FAILED by its own grammar: the caller's, no fault here.
+GAVE_UP: Final = "the answer can't follow "
 
 
 class Finish(msgspec.Struct, frozen=True):

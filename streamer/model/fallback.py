@@ -18,14 +18,15 @@ import transformers
 from rich.console import Console
 from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils.quantization_config import Mxfp4Config
 
 from streamer.errors import ModelNotSupported
 from streamer.kernels import ops
-from streamer.model.checkpoint import Checkpoint
+from streamer.model.checkpoint import Checkpoint, TensorEntry
 from streamer.model.families import architecture_of
 from streamer.model.fields import MAX_COUNT, MAX_SIZE
 from streamer.model.loader import check_stored_dtypes
-from streamer.model.quantization.schemes import refuse_quantized
+from streamer.model.quantization.schemes import parse_quantization, refuse_quantized
 from streamer.model.runner.device import CPU
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ UNSTEADY_ROPE = {
     "longrope": "original_max_position_embeddings",
 }
 COUNTED = re.compile(r"(num|n)_\w*(layer|expert|block|stage)")  # fields: counts of parts
+MXFP4_ENDS = ("_blocks", "_scales")  # of the names of an expert matrix's codes and scales
 PROBE_TOKENS = 48
 # Mean difference of logits, in their standard deviations. Not the largest: over the 12 million
 # logits of a probe with a large vocabulary, bfloat16 rounding alone has outliers.
@@ -120,8 +122,8 @@ class Recording:
 
 def examine(checkpoint: Checkpoint) -> Shape:
     """The model's shape, or ModelNotSupported naming the architecture and what it lacks."""
-    check_stored_dtypes(checkpoint.tensors.values())
     config, model_class = model_class_of(checkpoint.config)
+    check_stored_dtypes(e for e in checkpoint.tensors.values() if not _is_made_dense(checkpoint, e))
     name = model_class.__name__
     layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(layers, int):
@@ -149,6 +151,12 @@ def examine(checkpoint: Checkpoint) -> Shape:
         num_parameters=sum(p.numel() for p in model.parameters()),
         windows=tuple(recording.windows[layer] for layer in range(layers)),
     )
+
+
+def _is_made_dense(checkpoint: Checkpoint, entry: TensorEntry) -> bool:
+    """Whether a tensor holds the codes or scales of matrices that become dense: see MADE_DENSE."""
+    method = parse_quantization(checkpoint.config).method
+    return method == "mxfp4" and entry.dtype == "U8" and entry.name.endswith(MXFP4_ENDS)
 
 
 def window_of(mask_function: Any, limit: int) -> int:
@@ -246,9 +254,16 @@ def load_fallback(
     """Load, compare with eager attention, pack; ModelNotSupported names what does not fit."""
     config, model_class = model_class_of(checkpoint.config)
     _quiet(show_progress)
+    is_made_dense = any(_is_made_dense(checkpoint, entry) for entry in checkpoint.tensors.values())
+    if is_made_dense:
+        stored_bytes = sum(entry.end - entry.start for entry in checkpoint.tensors.values())
+        dense_bytes = shape.num_parameters * dtype.itemsize
+        says = "the MXFP4 matrices of %s become dense: %d MiB in memory, %d MiB in the file"
+        logger.warning(says, shape.architecture, dense_bytes >> 20, stored_bytes >> 20)
     model, info = model_class.from_pretrained(
         checkpoint.path,
         config=config,
+        quantization_config=Mxfp4Config(dequantize=True) if is_made_dense else None,
         dtype=dtype,
         use_safetensors=True,
         local_files_only=True,

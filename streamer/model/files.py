@@ -1,9 +1,10 @@
 """A checkpoint's files, read a tensor at a time into memory of its own.
 
 Owns the open files while a model is loaded. They are read and not mapped: a file that is cut or
-replaced meanwhile is an error here, where a mapping would end the process. It takes as long: 600 MB
-in tensors of 4 or 30 MB 0.02 to 0.03 s, as copies out of a mapping do (page cache, 2 cores of an
-EPYC Zen 5, 2026-11-22). Called by loader.py.
+replaced meanwhile is an error here, where a mapping would end the process (SIGBUS), and no check of
+its size beforehand changes that. It takes as long: 600 MB in tensors of 4 or 30 MB 0.02 to 0.03 s,
+as copies out of a mapping do (page cache, 2 cores of an EPYC Zen 5, 2026-11-22), and one tensor's
+bytes are in memory at a time. Called by loader.py.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from streamer.model.gguf.blocks import LAYOUTS, scheme_of
 from streamer.model.gguf.rows import Rows
 from streamer.model.layers import has_bf16
 from streamer.model.memory import return_freed
+from streamer.model.quantization.float4 import cost_of
 from streamer.model.quantization.interface import (
     DENSE,
     Matrix,
@@ -214,6 +215,9 @@ def load_decoder(
     the loading."""
     whole = config.part.whole if isinstance(config, Shared) else config
     matrices = check_tensors(checkpoint, whole)
+    for name, cost in sorted({(m.scheme.name, cost_of(m.scheme)) for m in matrices.values()}):
+        if cost:
+            logger.warning("%s: %s", name, cost)
     with (
         FileSource(checkpoint, matrices, dtype, device, layer_done) as source,
         torch.inference_mode(),

@@ -128,6 +128,39 @@ def test_a_prompt_in_chunks_equals_itself_whole(kernels: ops.Backend, backend: s
                 torch.testing.assert_close(part, whole[first:last], rtol=2e-2, atol=2e-2)
 
 
+MANY_OPTIONS = [
+    {},
+    {"sliding_window": 75},
+    {"softcap": 2.0},
+    {"sinks": torch.tensor([-3.0, 0.3, 2.0, 5.0, 0.0, 1.0])},
+]
+
+
+@pytest.mark.parametrize("options", MANY_OPTIONS, ids=["plain", "window", "softcap", "sinks"])
+@pytest.mark.parametrize("kv_heads", [6, 2, 1])
+def test_many_queries_in_bfloat16_have_the_bits_of_one_alone(
+    kernels: ops.Backend, backend: str, kv_heads: int, options: dict[str, Any]
+) -> None:
+    """Taken across the vectors; the maxima of tiles of keys fall and then rise."""
+    if backend != "native":
+        pytest.skip("other backends promise no bits across numbers of queries")
+    case = Case([(200, 200)], heads=6, kv_heads=kv_heads, dim=64, block=16, dtype=torch.bfloat16)
+    case.k[0] *= (torch.arange(200).sub(120).abs() / 20 - 2).exp().view(-1, 1, 1).bfloat16()
+    case.v[0][:, :, :32] *= 1e-38  # sums and results are denormal
+    out, layer = case.run(kernels, 0.2, **options), ops.layer_view(case.pool, case.layer)
+    torch.testing.assert_close(out.double(), case.expected(0.2, **options), rtol=3e-2, atol=3e-2)
+    for at in (0, 1, 31, 32, 77, 78, 109, 110, 199):
+        batch = ops.AttentionBatch(
+            query_lens=[1],
+            context_lens=[at + 1],
+            block_tables=case.tables,
+            slots=case.slots[at : at + 1],
+            block_size=16,
+        )
+        alone = kernels.paged_attention(case.q[0][at : at + 1], layer, batch, 0.2, **options)
+        assert torch.equal(alone[0], out[at]), at
+
+
 def test_a_poisoned_row_stays_alone(kernels: ops.Backend) -> None:
     """The unused part of a block may hold another sequence's NaN; so may another row."""
     case = Case([(1, 20), (1, 21), (3, 22), (12, 40)], heads=4, kv_heads=2, dim=32, block=16)
@@ -156,7 +189,7 @@ def test_nan_in_q_k_or_v_is_nan_in_every_output_that_sees_it(
     """In the first, a middle or the last tile of keys; with native kernels for any payload."""
     places = ((12, torch.float32), (40, torch.bfloat16), (69, torch.float32))
     for at, dtype in places[-1 if backend == "triton" else 0 :]:  # interpreted: slow
-        case = Case([(70, 70)], heads=4, kv_heads=2, dim=16, block=16, dtype=dtype)
+        case = Case([(70, 70)], heads=4, kv_heads=2, dim=32, block=16, dtype=dtype)
         clean, of_head_0 = case.run(kernels, 0.2, **options), slice(0, 2 if place == "q" else 1)
         getattr(case, place)[0][at, of_head_0] = bad
         if bad is torch.nan and dtype is torch.float32:  # a shift by 23 drops the payload's bits

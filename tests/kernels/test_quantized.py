@@ -399,3 +399,21 @@ def test_many_small_weights_beside_a_large_one_are_not_lost(kernels: ops.Backend
     as_stored(case, torch.int8)
     want = case.v[0][32:].sum(0) / math.exp(14)
     torch.testing.assert_close(last[0].double(), want.expand(2, -1), rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["native"], indirect=True)
+def test_a_value_with_a_large_scale_and_no_weight_costs_the_others_nothing(
+    kernels: ops.Backend,
+) -> None:
+    """Integers of the weights are of their tile's largest product of a weight and a scale."""
+    case = bfloat16_row(64, heads=2, kv_heads=1, dim=64, block=16)
+    case.q[0][:], case.k[0][:] = 1, 0
+    case.k[0][3], case.v[0][3] = -30 / 8, 10_000
+    case.run(kernels, 0.125)
+    layer = ops.layer_view(case.pool, case.layer)
+    for first in (63, 60):  # few queries, then many
+        chunk = chunk_of(case, first, 64)
+        out = kernels.paged_attention(case.q[0][first:], layer, chunk, 0.125)[-1]
+        others = torch.cat([case.v[0][:3], case.v[0][4:]])
+        want = read_back(others, torch.int8).mean(0).expand(2, -1)
+        assert float((out - want).norm() / want.norm()) < 2**-8

@@ -37,6 +37,11 @@ FORMS = [  # bits, group, zero (-1: one for each group), offsets, table, permute
     (3, 16, -1, True, False, True),
     (4, 128, -1, True, False, False),
     (4, 0, -1, True, False, False),
+    (4, 64, 8, False, False, False),
+    (4, 64, -1, True, False, False),
+    (4, 64, -1, True, False, True),
+    (8, 64, 0, True, False, False),
+    (8, 128, 128, False, False, False),
 ]
 IS_OLD = "x86-64" in os.environ.get("CFLAGS", "")  # set by test_library.py
 SHAPES = [(96, 160), (33, 200), (7, 40), (70, 331)]  # N, K
@@ -299,9 +304,9 @@ def test_rows_of_a_dense_table(dtype: torch.dtype) -> None:
 
 
 def test_a_large_vocabulary() -> None:
-    """151,936 outputs, alone and as a part of many chunks of work."""
-    n, k = 151_936, 32
-    weight = make(n, k, FORMS[0])
+    """151,936 outputs with zero points, as head and as table, in rows of one group and a half."""
+    n, k = 151_936, 96
+    weight = make(n, k, (4, 64, -1, True, False, False))
     packed = native.pack_weight([weight], dtype=torch.float32, is_table=True)
     x = inputs(2, k)
     assert torch.equal(packed(x), exact(weight, x))

@@ -46,6 +46,74 @@ def random_blocks(shape: Sequence[int], kind: Kind, rng: np.random.Generator) ->
     return raw.reshape(shape[0], -1)
 
 
+def rounded(dense: np.ndarray, kind: Kind, rng: np.random.Generator) -> np.ndarray:
+    """Bytes of a matrix in a format, rounded to nearest where the package has no quantizer for it;
+    ours, and far from llama.cpp's search, but its files' layout."""
+    if kind in (Kind.Q4_K, Kind.Q5_K):
+        return _rounded_with_minima(dense, 4 if kind is Kind.Q4_K else 5)
+    if kind is Kind.Q6_K:
+        return _rounded_q6(dense)
+    if kind is Kind.IQ4_NL:
+        parts = dense.reshape(dense.shape[0], -1, 32)
+        values = np.array(gguf.quants.IQ4_NL.kvalues, np.float32)
+        scales = (np.abs(parts).max(-1, keepdims=True) / 113).astype(np.float16)
+        unit = np.maximum(scales.astype(np.float32), 1e-12)
+        codes = np.abs((parts / unit)[..., None] - values).argmin(-1).astype(np.uint8)
+        packed = codes[..., :16] | codes[..., 16:] << 4
+        return np.concatenate((scales.view(np.uint8), packed), -1).reshape(dense.shape[0], -1)
+    return quantized(dense, kind, rng)
+
+
+def _rounded_with_minima(dense: np.ndarray, bits: int) -> np.ndarray:
+    """Q4_K and Q5_K: 8 parts of 32, each with 6 bits of a scale and of a minimum."""
+    n, top = dense.shape[0], (1 << bits) - 1
+    parts = dense.reshape(n, -1, 8, 32)
+    low = np.minimum(parts.min(-1), 0)
+    spread = (np.maximum(parts.max(-1), 0) - low) / top
+    units = [np.maximum(x.max(-1, keepdims=True) / 63, 1e-7) for x in (spread, -low)]
+    halves = [x.astype(np.float16) for x in units]
+    d, dmin = (x.astype(np.float32) for x in halves)
+    scale = np.clip(np.rint(spread / d), 1, 63).astype(np.uint8)
+    least = np.clip(np.rint(-low / dmin), 0, 63).astype(np.uint8)
+    codes = (parts + (dmin * least)[..., None]) / (d * scale)[..., None]
+    codes = np.clip(np.rint(codes), 0, top).astype(np.uint8)
+    six = np.concatenate(
+        (
+            scale[..., :4] | scale[..., 4:] >> 4 << 6,
+            least[..., :4] | least[..., 4:] >> 4 << 6,
+            scale[..., 4:] & 15 | (least[..., 4:] & 15) << 4,
+        ),
+        -1,
+    )
+    pairs = codes.reshape(n, -1, 4, 2, 32)
+    low_bits = (pairs[..., 0, :] & 15 | (pairs[..., 1, :] & 15) << 4).reshape(*six.shape[:2], -1)
+    fields = [x.view(np.uint8) for x in halves] + [six]
+    if bits == 5:
+        fields.append(
+            ((codes >> 4) << np.arange(8, dtype=np.uint8)[:, None]).sum(2, dtype=np.uint8)
+        )
+    return np.concatenate([*fields, low_bits], -1).reshape(n, -1)
+
+
+def _rounded_q6(dense: np.ndarray) -> np.ndarray:
+    """16 parts of 16, each with 8 bits of a scale."""
+    n = dense.shape[0]
+    parts = dense.reshape(n, -1, 16, 16)
+    spread = np.abs(parts).max(-1) / 31
+    d = np.maximum(spread.max(-1, keepdims=True) / 127, 1e-7).astype(np.float16)
+    scale = np.clip(np.rint(spread / d.astype(np.float32)), 1, 127).astype(np.int8)
+    codes = np.rint(parts / (d.astype(np.float32) * scale)[..., None])
+    rows = (np.clip(codes, -32, 31) + 32).astype(np.uint8).reshape(n, -1, 2, 4, 32)
+    low = rows & 15
+    ql = np.concatenate(
+        (low[..., 0, :] | low[..., 2, :] << 4, low[..., 1, :] | low[..., 3, :] << 4), -1
+    )
+    qh = ((rows >> 4) << np.array([0, 2, 4, 6], np.uint8)[:, None]).sum(3, dtype=np.uint8)
+    blocks = [x.reshape(n, parts.shape[1], -1) for x in (ql, qh)]
+    fields = [*blocks, scale.view(np.uint8), d.view(np.uint8)]
+    return np.concatenate(fields, -1).reshape(n, -1)
+
+
 def paired(rows: np.ndarray, heads: int) -> np.ndarray:
     """Rows of a projection as llama.cpp rotates them: halves of a head become pairs."""
     split = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
@@ -61,6 +129,7 @@ def write_gguf(
     seed: int = 0,
     add: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
     split_max_tensors: int = 0,
+    quantize: Callable[[np.ndarray, Kind, np.random.Generator], np.ndarray] = quantized,
 ) -> Path:
     """The folder's model as a GGUF file; kind_of gives a matrix's format by its usual name."""
     config = json.loads((folder / "config.json").read_text())
@@ -85,7 +154,7 @@ def write_gguf(
             held[name] = tensor
             continue
         kind = kind_of(name)
-        raw = quantized(dense, kind, rng)
+        raw = quantize(dense, kind, rng)
         back = gguf.quants.dequantize(raw, kind).reshape(dense.shape)
         held[name] = torch.from_numpy(np.ascontiguousarray(back))
         if heads is not None:  # a permutation of rows is one of rows of blocks

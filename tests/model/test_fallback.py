@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from streamer.errors import ModelNotSupported
 from streamer.kernels.ops import for_cpu
@@ -53,6 +54,43 @@ def test_logits_equal_transformers(
     assert want.std() > 0.5
     error = (got.float() - want).abs()
     assert error.max() < 1e-4 if dtype is torch.float32 else error.mean() < 0.1 * want.std()
+
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def test_mxfp4_experts_of_gpt_oss_become_dense(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The logits of the same weights stored dense; what that costs is logged."""
+    sizes = {**TINY, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 32, "head_dim": 16}
+    config = transformers.GptOssConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)
+    torch.manual_seed(0)
+    folders = [save(tmp_path / name, config, "GptOssForCausalLM") for name in ("dense", "codes")]
+    tensors = load_file(folders[0] / "model.safetensors")
+    codes = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = tensors[name].shape
+        blocks = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(120, 126, (experts, rows, columns // 32), dtype=torch.uint8)
+        del codes[name]
+        codes |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        found = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).long()
+        values = torch.cat((E2M1, -E2M1))[found] * torch.exp2(scales.float() - 127)[..., None]
+        tensors[name] = values.flatten(-2).transpose(1, 2).contiguous()
+    for folder, stored in zip(folders, (tensors, codes), strict=True):
+        save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    edit_config(folders[1], quantization_config={"quant_method": "mxfp4"})
+    opened = open_checkpoint(folders[1])
+    model = load_fallback(for_cpu(), opened, examine(opened), torch.float32, show_progress=False)
+    assert "the MXFP4 matrices of GptOssForCausalLM become dense" in caplog.text
+    tokens = random_tokens(40)
+    want = reference_logits(reference_model(folders[0]), tokens)
+    torch.testing.assert_close(paged_logits(model, tokens, cuts=(20,)), want, atol=1e-4, rtol=0)
+    other = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    edit_config(folders[1], quantization_config=other)
+    with pytest.raises(ModelNotSupported, match="GptOssForCausalLM quantized as bitsandbytes"):
+        examine(open_checkpoint(folders[1]))
 
 
 def test_last_picks_rows(checkpoint: Any) -> None:

@@ -14,7 +14,9 @@ from streamer.kernels.gpu.common import power_of_2
 PIECE = 8192  # elements a program; unmeasured
 
 
-@triton.jit
+# src and dst lie side by side where they were uploaded: dst is aligned for some numbers of copies
+# only, which must not cause another compilation.
+@triton.jit(do_not_specialize_on_alignment=["src_ptr", "dst_ptr"])
 def _copy_kernel(
     # pointers: pool [N, ...], src and dst int64 [C]
     pool_ptr,

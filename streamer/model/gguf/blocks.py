@@ -1,8 +1,9 @@
-"""GGUF's blocks as QuantizedWeight: codes one a byte, the scales multiplied out, nothing rounded.
+"""GGUF's blocks as QuantizedWeight: the scales multiplied out, nothing rounded.
 
 Pure functions over a matrix's bytes, and the Scheme that says what they make: in C where there are
-native kernels, else in torch. What each format means is ggml's; the `gguf` package's dequantizers
-are the oracle of the tests. Called by source.py and loader.py.
+native kernels, which pack the codes from the blocks, else in torch, codes one a byte. What each
+format means is ggml's; the `gguf` package's dequantizers are the oracle of the tests. Called by
+loader.py.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from streamer.kernels import ops
 from streamer.kernels.weights import QuantizedWeight, Weight
 from streamer.model.checkpoint import TensorEntry
+from streamer.model.quantization.bits import stored_layout
 from streamer.model.quantization.interface import DENSE, Form, Scheme, Stored
 
 # What four-bit codes stand for, where that is not a number plus `zero`.
@@ -46,32 +47,35 @@ def unpack(name: str, rows: torch.Tensor) -> QuantizedWeight:
     name  the format, as header.py has it
     """
     layout = LAYOUTS[name]
-    blocks = rows.view(rows.shape[0], -1, layout.bytes)
-    parts = layout.parse(blocks) if ops.why_not_native() else _natively(name, blocks)
-    codes, scales, offsets = parts
-    n = rows.shape[0]
+    n, num_blocks = rows.shape[0], rows.shape[1] // layout.bytes
+    stored = stored_layout(name, n, num_blocks * layout.weights)
+    if stored is None:
+        codes, scales, offsets = layout.parse(rows.view(n, -1, layout.bytes))
+        codes = codes.reshape(n, -1)
+    else:
+        codes, (scales, offsets) = rows, _natively(name, rows, stored.shape[1])
     table = [value + layout.zero for value in layout.values]
     return QuantizedWeight(
-        codes.reshape(n, -1),
+        codes,
         scales.reshape(n, -1),
         layout.group,
         layout.bits,
         layout.zero,
         None if offsets is None else offsets.reshape(n, -1),
         torch.tensor(table, dtype=torch.uint8) if table else None,
+        layout=stored,
     )
 
 
-def _natively(name: str, blocks: torch.Tensor) -> Parts:
-    from streamer.kernels.cpu.blocks import unpack as fill
+def _natively(name: str, rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scales, and offsets where there are any."""
+    from streamer.kernels.cpu.blocks import scales_of
 
     layout = LAYOUTS[name]
-    count = blocks.shape[0] * blocks.shape[1]
-    codes = torch.empty(count * layout.weights, dtype=torch.uint8)
-    scales = torch.empty(count * layout.weights // layout.group)
+    scales = torch.empty(rows.shape[0], k // layout.group)
     offsets = torch.empty_like(scales) if layout.has_offsets else None
-    fill(name, blocks.contiguous(), codes, scales, offsets)
-    return codes, scales, offsets
+    scales_of(name, rows.contiguous(), scales, offsets, k)
+    return scales, offsets
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:

@@ -3,6 +3,11 @@
 Bounded against files that lie: every count, length, type and offset is compared with what the file
 holds before it is used, and ModelNotSupported names the field. Reads no weights and imports no
 torch. Called by checkpoint.py of this folder and, for the tokenizer's metadata, by build.py.
+
+Why not the `gguf` package's GGUFReader: it makes arrays of every string. For 32,000 tokens and
+31,741 merges it takes 4.6 to 5.1 s and 105 MiB, this 0.35 s and 70 MiB. A string's length of 2**40
+it accepts; other untrue counts and offsets end in an IndexError or ValueError that names nothing,
+in a header of 0.8 MB after 8 s (on a busy machine, 2026-11-23). Of true files both say the same.
 """
 
 from __future__ import annotations

@@ -1,12 +1,25 @@
 """Codes of 2 to 8 bits out of bytes, vectorized, for one matrix at a time.
 
-Pure functions on tensors, called by the parsers. 3072 x 1024 codes of 4 bits take 1.4 ms on one
-thread of an EPYC Zen 5 (2026-11-22).
+Pure functions on tensors, called by the parsers where the kernels do not know a layout. 3072 x 1024
+codes of 4 bits take 1.4 ms on one thread of an EPYC Zen 5 (2026-11-22).
 """
 
 from __future__ import annotations
 
 import torch
+
+from streamer.kernels import ops
+from streamer.kernels.weights import Layout
+
+
+def stored_layout(name: str, n: int, k: int) -> Layout | None:
+    """The layout of codes [n, k] that the native kernels pack as they are stored; None where there
+    are no such kernels: codes are unpacked to a byte each."""
+    if ops.why_not_native():
+        return None
+    from streamer.kernels.cpu.blocks import layout
+
+    return layout(name, n, k)
 
 
 def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:

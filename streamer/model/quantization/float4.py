@@ -14,8 +14,8 @@ import msgspec
 import torch
 
 from streamer.kernels.weights import QuantizedWeight
-from streamer.model.quantization.bits import unpack, unsigned
-from streamer.model.quantization.interface import Form, Stored, wrong
+from streamer.model.quantization.bits import stored_layout, unpack, unsigned
+from streamer.model.quantization.interface import Form, Scheme, Stored, wrong
 from streamer.model.quantization.scaled import scale_values
 
 # e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6, then the negative ones; here doubled, plus 12.
@@ -102,8 +102,9 @@ class Nvfp4(msgspec.Struct, frozen=True):
 
 def _e2m1(packed: torch.Tensor, scales: torch.Tensor, group: int, k: int) -> QuantizedWeight:
     table = torch.tensor(E2M1_TABLE, dtype=torch.uint8)
-    codes = unpack(packed, 4, k)
-    return QuantizedWeight(codes, scales / 2, group, 4, zero=E2M1_ZERO, table=table)
+    layout = stored_layout("NIBBLES", packed.shape[0], k)
+    codes = packed if layout is not None else unpack(packed, 4, k)
+    return QuantizedWeight(codes, scales / 2, group, 4, E2M1_ZERO, table=table, layout=layout)
 
 
 class Bnb4(msgspec.Struct, frozen=True):
@@ -148,14 +149,16 @@ class Bnb4(msgspec.Struct, frozen=True):
             raise wrong("quant_state", f"blocksize {block} does not divide rows of {k}")
         if self.is_nested:
             largest = _unnested(largest, tensors, state)
-        packed = tensors["weight"].reshape(n, k // 2)
-        codes = torch.stack((packed >> 4, packed & 15), -1).view(n, k)
+        codes, layout = tensors["weight"].reshape(n, k // 2), stored_layout("NIBBLES", n, k)
+        codes = (codes >> 4) | (codes << 4)
+        if layout is None:
+            codes = unpack(codes, 4, k)
         values = tensors["weight.quant_map"]
         if not bool((values.abs() <= 1).all()):  # nor NaN
             raise wrong("weight.quant_map", "has values beyond 1")
         table = ((values * 127).round() + 128).to(torch.uint8)
         scales = largest.view(n, k // block) / 127
-        return QuantizedWeight(codes, scales, block, 4, zero=128, table=table)
+        return QuantizedWeight(codes, scales, block, 4, zero=128, table=table, layout=layout)
 
 
 class Bnb8(msgspec.Struct, frozen=True):
@@ -177,7 +180,23 @@ class Bnb8(msgspec.Struct, frozen=True):
         if "weight_format" in tensors and int(tensors["weight_format"]) != 0:
             raise wrong("weight_format", "is not 0: rows as they are")
         scales = tensors["SCB"].view(n, 1) / 127
-        return QuantizedWeight(unsigned(tensors["weight"]), scales, k, 8, zero=128)
+        codes, layout = tensors["weight"], stored_layout("SIGNED", n, k)
+        if layout is None:
+            codes = unsigned(codes)
+        return QuantizedWeight(codes, scales, k, 8, zero=128, layout=layout)
+
+
+def cost_of(scheme: Scheme) -> str:
+    """What holding a matrix of these formats in the common form costs beside the file; "" for
+    nothing, and of other schemes."""
+    if isinstance(scheme, Nvfp4):
+        return "scales take 16 bits here, not 8: 5 bits a weight instead of 4.5"
+    if isinstance(scheme, Bnb4):
+        scales = "scales take 16 bits here, not 8, and " if scheme.is_nested else ""
+        return f"{scales}the 16 values are rounded to 127ths of the largest of a block"
+    if isinstance(scheme, Bnb8):
+        return "no columns of activations are kept in 16 bits; on a CPU all are rounded to int8"
+    return ""
 
 
 def _state(tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:

@@ -6,6 +6,7 @@ QuantizedWeight; no state. Scales come one a matrix, output, group of columns or
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Mapping
 
@@ -14,8 +15,13 @@ import torch
 
 from streamer.kernels.weights import QuantizedWeight
 from streamer.model.checkpoint import FLOATS
-from streamer.model.quantization.bits import unpack, unsigned, words_as_bytes
-from streamer.model.quantization.gptq import describe_group, in_group_order, with_zeros
+from streamer.model.quantization.bits import stored_layout, unpack, unsigned, words_as_bytes
+from streamer.model.quantization.gptq import (
+    describe_group,
+    group_order,
+    in_order,
+    with_zeros,
+)
 from streamer.model.quantization.interface import (
     Form,
     Shape,
@@ -102,20 +108,23 @@ class Numbers(msgspec.Struct, frozen=True):
         group = held_group(grid.columns, k)
         weight = tensors["weight"]
         if self.is_float:
-            return QuantizedWeight(weight.clone(), scales, group, 8)
+            return QuantizedWeight(weight, scales, group, 8)
         zero = 1 << (self.bits - 1)
-        if self.bits == 8:
+        layout = stored_layout("SIGNED", n, k) if self.bits == 8 else None
+        if layout is not None:
+            codes = weight
+        elif self.bits == 8:
             codes = unsigned(weight)
         else:
             codes = (weight + zero).view(torch.uint8)
             if bool((codes >= 2 * zero).any()):
                 raise wrong("weight", f"has values beyond {self.bits} bits", "num_bits")
         if not self.has_zeros:
-            return QuantizedWeight(codes, scales, group, self.bits, zero=zero)
+            return QuantizedWeight(codes, scales, group, self.bits, zero=zero, layout=layout)
         zeros = grid.spread(tensors["weight_zero_point"].float() + zero, n, k)
         if bool(((zeros < 0) | (zeros >= 2 * zero)).any()):
             raise wrong("weight_zero_point", f"has values beyond {self.bits} bits", "num_bits")
-        return with_zeros(codes, scales, zeros, self.bits, group)
+        return with_zeros(codes, scales, zeros, self.bits, group, layout)
 
 
 class Packed(msgspec.Struct, frozen=True):
@@ -153,19 +162,26 @@ class Packed(msgspec.Struct, frozen=True):
         shape = tensors["weight_shape"].tolist()
         if shape != [n, k]:
             raise wrong("weight_shape", f"is {shape}, not {[n, k]}")
-        codes = unpack(words_as_bytes(tensors["weight_packed"]), self.bits, k)
-        order = None
-        if "weight_g_idx" in tensors:
-            codes, order = in_group_order(codes, tensors["weight_g_idx"], self.grid.columns)
+        order = group_order(tensors.get("weight_g_idx"), self.grid.columns, k)
+        codes, layout = words_as_bytes(tensors["weight_packed"]), None
+        if self.bits == 4 and k % 8 == 0 and order is None:
+            layout = stored_layout("NIBBLES", n, k)
+        if layout is None:
+            codes = unpack(codes, self.bits, k)
+            codes = codes if order is None else in_order(codes, order)
         scales = self.grid.spread(tensors["weight_scale"], n, k)
         group = held_group(self.grid.columns, k)
         if not self.has_zeros:
             zero = 1 << (self.bits - 1)
-            return QuantizedWeight(codes, scales, group, self.bits, zero=zero, permutation=order)
+            return QuantizedWeight(
+                codes, scales, group, self.bits, zero, permutation=order, layout=layout
+            )
         words = tensors["weight_zero_point"].view(-1, num_groups(k, self.grid.columns)).t()
         count = 1 if self.grid.rows == -1 else n
         zeros = unpack(words_as_bytes(words), self.bits, count).t().float()
-        return with_zeros(codes, scales, self.grid.spread(zeros, n, k), self.bits, group, order)
+        zeros = self.grid.spread(zeros, n, k)
+        weight = with_zeros(codes, scales, zeros, self.bits, group, layout)
+        return dataclasses.replace(weight, permutation=order)
 
 
 def scale_values(scales: torch.Tensor) -> torch.Tensor:

@@ -59,8 +59,10 @@ def parse_quantization(config: dict[str, Any]) -> Schemes:
 
 
 def refuse_quantized(config: dict[str, Any], architecture: str) -> None:
-    """ModelNotSupported for a quantized checkpoint that transformers' code would run."""
-    if method := parse_quantization(config).method:
+    """ModelNotSupported for a quantized checkpoint that transformers' code would run and does not
+    make dense while it is loaded."""
+    method = parse_quantization(config).method
+    if method and (method, architecture) not in MADE_DENSE:
         raise ModelNotSupported(
             f"{architecture} quantized as {method} can't be served: quantized weights are read for "
             f"{', '.join(FAMILIES)}, others dense",
@@ -185,6 +187,9 @@ def _skipping(given: dict[str, Any], lists: tuple[str, ...], scheme: Scheme) -> 
 
     return rule
 
+
+# By transformers, while it loads them: expert matrices stacked in one tensor of blocks.
+MADE_DENSE = {("mxfp4", "GptOssForCausalLM")}
 
 METHODS: dict[str, Callable[[dict[str, Any]], Rule]] = {
     "gptq": _gptq,

@@ -126,15 +126,17 @@ class CudaRunner:
     def warm(self) -> None:
         """Compile every kernel that a step may need, before the first plan, which would wait.
 
-        Prompts of all sizes to a power of two, a decode beside each; the draws of logits as the
-        model gives them and as fp32, which those with bias, mask or penalties are; a copied block.
+        Prompts of all sizes to a power of two, a decode beside each, with the logits of as many
+        tokens as may be drawn from or scored; the draws of logits as the model gives them and as
+        fp32, which those with bias, mask or penalties are; a copied block.
         """
         pool, sizes = self._pool, self._sizes
+        most = sizes.max_num_seqs + MAX_SCORED
         holds = min(sizes.max_model_len, pool.shape[0] * sizes.block_size, WARMED_CONTEXT)
         count = 1
         while count <= sizes.max_num_batched_tokens:
             lens = [*[holds] * (count // holds), *[count % holds] * (count % holds > 0), 1]
-            logits = _prompts(self._model, pool, sizes.block_size, lens, 1)
+            logits = _prompts(self._model, pool, sizes.block_size, lens, most)[:1]
             count *= 2
         slots = self._state.chosen[:1]
         for has_filters in (False, True):

@@ -230,24 +230,33 @@ def recorded_bytes(
     device: Device, model: Recordable, state: RowState, pool: torch.Tensor, max_tokens: int
 ) -> int:
     """Memory of the graphs of RecordedSteps with such a state: what the largest of each kind takes
-    while it runs, in which the others take place, and what all of them leave."""
+    while it runs, in which the smaller ones take place, and what all of them leave.
+
+    The sum of both kinds, an upper bound: a graph takes what an earlier one let go only where its
+    own tensors fit, and those of steps with chunks have other sizes than those of decodes.
+    """
     from streamer.kernels.gpu.decode_step import DecodeStep
     from streamer.kernels.gpu.mixed_step import MixedStep
 
     decodes, mixed = decode_sizes(len(state.latest)), mixed_sizes(max_tokens)
-    largest = MixedStep(state, mixed[-1], _tile_tokens(model)), DecodeStep(state, decodes[-1])
-    left_bytes = 0
+    token_bytes = 0
 
     @torch.inference_mode()
-    def work() -> None:
-        nonlocal left_bytes
-        for step in largest:
-            step.prepare()
-            states = model.states(step.tokens, step.positions, step.batch, pool)
-        model.logits(states, None)
-        left_bytes = states[0].nbytes * (sum(decodes) + sum(mixed))
+    def decode() -> None:
+        step = DecodeStep(state, decodes[-1])
+        step.prepare()
+        model.logits(model.states(step.tokens, step.positions, step.batch, pool), None)
 
-    return device.peak_bytes(work) + left_bytes
+    @torch.inference_mode()
+    def chunks() -> None:
+        nonlocal token_bytes
+        step = MixedStep(state, mixed[-1], _tile_tokens(model))
+        step.prepare()
+        states = model.states(step.tokens, step.positions, step.batch, pool)
+        token_bytes = states[0].nbytes
+
+    peaks = device.peak_bytes(decode) + device.peak_bytes(chunks)
+    return peaks + token_bytes * (sum(decodes) + sum(mixed))
 
 
 def _tile_tokens(model: Recordable) -> tuple[int, int]:

@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,6 @@ from streamer.kernels import ops
 from streamer.kernels.weights import QuantizedWeight
 from tests.kernels.oracle import Case
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 WAIT = re.compile(r"cp\.async\.wait_group\s+(\w+)")
 PRODUCT = re.compile(r"mma\S*\.f32\.(\w+\.\w+)")
 FP8 = torch.float8_e4m3fn
@@ -50,7 +48,7 @@ class Driver:
 class Made(NamedTuple):
     """What the compiler made of a kernel.
 
-    stack      bytes a thread keeps outside registers: what did not fit; -1 where it can't be read
+    stack      bytes a thread keeps outside registers: what did not fit
     registers  of a thread;  shared  bytes of shared memory
     overlap    groups of loads that are still under way, at most, when the code goes on computing
     factors    what the tensor core's products multiply;  is_apart  whether a fused multiply and add
@@ -68,13 +66,11 @@ class Made(NamedTuple):
 
 
 def usage_of(cubin: bytes) -> tuple[int, int]:
-    """Bytes of stack, registers."""
-    if not CUOBJDUMP.exists():
-        return -1, -1
+    """Bytes of stack, registers; RuntimeError where Triton neither brings nor finds cuobjdump."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     stack = sum(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", usage))
     return stack, max(int(n) for n in re.findall(r"REG:(\d+)", usage))
@@ -208,7 +204,7 @@ def main(part: int, num_parts: int) -> None:
         return compiled
 
     JITFunction.run = compile_only
-    bf16 = torch.bfloat16
+    bf16, fp16 = torch.bfloat16, torch.float16
     sinks = torch.zeros(32)
     tasks: list[tuple[str, Callable[[], None]]] = [
         ("bf16", partial(small_ops, bf16)),
@@ -228,6 +224,10 @@ def main(part: int, num_parts: int) -> None:
         ("1 rows", partial(linears, bf16, 1)),
         ("2048 rows", partial(linears, bf16, 2048)),
         ("fp32", partial(attention, torch.float32, (8, 4, 128), MIXED)),
+        ("fp16", partial(small_ops, fp16)),
+        ("fp16", partial(attention, fp16, (16, 8, 128), MIXED)),
+        ("fp16 codes", partial(attention, fp16, (16, 8, 128), MIXED, torch.int8)),
+        ("fp16 rows", partial(linears, fp16, 48)),
     ]
     for label, task in tasks[part::num_parts]:  # noqa: B007
         task()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,8 @@ import pytest
 import torch
 
 from streamer.errors import ConfigError, ModelNotSupported
-from streamer.kernels import quantized, reference
-from streamer.kernels.cpu import quantized_linear
+from streamer.kernels import reference
 from streamer.kernels.ops import for_cpu
-from streamer.kernels.weights import QuantizedWeight
 from streamer.model.checkpoint import open_checkpoint
 from streamer.model.gguf.header import FORMATS, Room, read_header
 from streamer.model.inspect import recognize
@@ -24,6 +21,7 @@ from streamer.model.loader import load_decoder
 from tests.checkpoints import reference_logits, reference_model
 from tests.model.gguf_files import Kind, add_bytes, write_gguf
 from tests.model.hand import paged_logits
+from tests.model.rounding import Rounding, error
 from tests.model.test_decoder import random_tokens
 
 SIZES: dict[str, Any] = {
@@ -91,73 +89,6 @@ def test_logits_are_transformers_on_the_dequantized_weights(
     native = error(paged_logits(load(file, checked), tokens), expected)
     assert checked.worst < 2**-11  # to which scales are rounded
     assert native < 1.25 * error(paged_logits(load(file, Rounding()), tokens), expected)
-
-
-class Rounding:
-    """The reference's operations, with activations rounded to int8 where weights are codes, each
-    span of columns by its largest number.
-
-    beside  kernels whose linear layers are called with the same inputs; `worst` is their largest
-            error, and theirs are the results
-    """
-
-    def __init__(self, beside: Any = None) -> None:
-        self.beside = beside
-        self.worst = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.beside or reference, name)
-
-    def pack_weight(
-        self, parts: Any, bias: Any = None, activation: str | None = None, **options: Any
-    ) -> Any:
-        merged = quantized_linear.merge(parts)
-        if activation is not None and len(merged) > 1:
-            merged = [quantized_linear.widest(merged)]
-        ends = list(accumulate(part.shape[0] for part in merged))
-        biases = [None] * len(ends) if bias is None else bias.tensor_split(ends[:-1])
-        linears = [
-            RoundingLinear(part, its_bias, activation, options)
-            for part, its_bias in zip(merged, biases, strict=True)
-        ]
-        theirs: Any = None
-        if self.beside is not None:
-            theirs = self.beside.pack_weight(parts, bias, activation, **options)
-
-        def linear(x: torch.Tensor, *, add_to: torch.Tensor | None = None) -> torch.Tensor:
-            before = None if add_to is None else add_to.clone()
-            if len(linears) > 1:
-                made = torch.cat([one(x) for one in linears], -1)
-            else:
-                made = linears[0](x, add_to=add_to if theirs is None else before)
-            if theirs is None:
-                return made
-            got: torch.Tensor = theirs(x, add_to=add_to)
-            self.worst = max(self.worst, error(got, made))
-            return got
-
-        linear.rows = linears[0].linear.rows if theirs is None else theirs.rows  # type: ignore[attr-defined]
-        return linear
-
-
-class RoundingLinear:
-    def __init__(self, part: Any, bias: Any, activation: str | None, options: Any) -> None:
-        self.span = 0
-        if isinstance(part, QuantizedWeight):
-            self.span = quantized_linear.block_of(part)[1]
-        self.linear = reference.pack_weight([part], bias, activation, **options)
-
-    def __call__(self, x: torch.Tensor, *, add_to: torch.Tensor | None = None) -> torch.Tensor:
-        if self.span:
-            wide = torch.nn.functional.pad(x, (0, -x.shape[1] % self.span))
-            codes, scales = quantized.quantize(wide.view(len(x), -1, self.span), torch.int8)
-            x = (codes * scales.unsqueeze(-1)).view(len(x), -1)[:, : x.shape[1]]
-        return self.linear(x, add_to=add_to)
-
-
-def error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Root of the mean square, of the difference over that of what is expected."""
-    return float((got - expected).square().mean().sqrt() / expected.square().mean().sqrt())
 
 
 def test_llama3s_stretched_rope_is_read_from_its_factors(checkpoint: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Quantized checkpoints as folders: what fits, what is refused, and logits beside transformers'."""
+"""Quantized checkpoints as folders: what fits, and what is refused."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from safetensors.torch import load_file, save_file
 from streamer.config import Config
 from streamer.errors import ModelNotSupported
 from streamer.kernels import reference as torch_kernels
-from streamer.kernels.weights import dequantize
 from streamer.model.checkpoint import open_checkpoint
 from streamer.model.families import parse_config
 from streamer.model.inspect import inspect_checkpoint
-from streamer.model.loader import check_tensors, load_decoder
+from streamer.model.loader import load_decoder
 from streamer.model.quantization.schemes import parse_quantization
 from streamer.model.runner.load import load_runner
-from tests.checkpoints import edit_config, reference_logits, reference_model
+from tests.checkpoints import edit_config
 from tests.model.hand import paged_logits
 from tests.model.quantization import stores
 from tests.model.test_decoder import random_tokens
@@ -85,36 +84,6 @@ def load(folder: Path) -> Any:
     checkpoint = open_checkpoint(folder)
     config = parse_config(checkpoint.config)
     return load_decoder(torch_kernels, checkpoint, config, torch.float32)
-
-
-def dequantized(folder: Path, to: Path) -> Path:
-    """The checkpoint with its matrices dequantized, for transformers."""
-    checkpoint = open_checkpoint(folder)
-    matrices = check_tensors(checkpoint, parse_config(checkpoint.config))
-    stored = load_file(folder / "model.safetensors")
-    tensors = {name: tensor for name, tensor in stored.items() if "_proj." not in name}
-    for module, matrix in matrices.items():
-        parts = {name: stored[whole] for name, whole in matrix.names.items()}
-        weight = matrix.scheme.read(parts, matrix.n, matrix.k)
-        tensors[f"{module}.weight"] = dequantize(weight).contiguous()
-    to.mkdir()
-    (to / "config.json").write_bytes((folder / "config.json").read_bytes())
-    edit_config(to, quantization_config=None)
-    save_file(tensors, to / "model.safetensors", {"format": "pt"})
-    return to
-
-
-@pytest.mark.parametrize("kind", STORES)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_logits_are_those_of_the_dequantized_model(
-    checkpoint: Any, tmp_path: Path, family: str, kind: str
-) -> None:
-    """Run by transformers in float32; the parsers themselves are compared with other writers."""
-    folder = quantize_folder(checkpoint(family, 1, **SIZES), tmp_path / "q", kind)
-    dense = dequantized(folder, tmp_path / "d")
-    tokens = random_tokens(40)
-    expected = reference_logits(reference_model(dense), tokens)
-    torch.testing.assert_close(paged_logits(load(folder), tokens), expected, rtol=1e-3, atol=2e-3)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from streamer.errors import ModelNotSupported
 from streamer.kernels.weights import QuantizedWeight, dequantize
@@ -224,6 +225,17 @@ def test_mxfp4_as_gpt_oss_stores_it() -> None:
     expected = torch.tensor(E2M1)[codes.long()] * scales
     got = parse(Mxfp4(has_blocks=True), stores.mxfp4(codes, exponents), 8, 96)
     torch.testing.assert_close(got, expected)
+
+
+def test_mxfp4_of_experts_is_what_transformers_makes_of_it() -> None:
+    """Blocks [experts, N, K / 32, 16], which it gives back as [experts, K, N]."""
+    blocks = torch.randint(256, (3, 8, 2, 16), dtype=torch.uint8)
+    scales = torch.randint(110, 140, (3, 8, 2), dtype=torch.uint8)
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    for i in range(3):
+        stored = {"weight_blocks": blocks[i], "weight_scales": scales[i]}
+        got = parse(Mxfp4(has_blocks=True), stored, 8, 64)
+        torch.testing.assert_close(got, expected[i].T)
 
 
 @pytest.mark.parametrize("form", ["mxfp4-pack-quantized", "nvfp4-pack-quantized"])

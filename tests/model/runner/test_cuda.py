@@ -25,7 +25,6 @@ from streamer.kernels import ops, reference
 from streamer.model.decoder import Decoder
 from streamer.model.runner.costs import Costs
 from streamer.model.runner.swaps import Swaps
-from streamer.model.sampling.device import DeviceSampler
 from tests.kernels.conftest import skip_without_interpreter
 from tests.model.greedy_oracle import Ask, GreedyOracle, mixed_asks
 from tests.model.hand import make_runner
@@ -558,33 +557,3 @@ def test_whatever_takes_the_last_memory_no_request_ends_by_it(
         engine.verdicts.clear()
         trials.max_tokens = most
     assert answers(enough) == expected
-
-
-def test_every_kernel_that_a_step_may_need_is_compiled_before_the_first(
-    checkpoint: Any, monkeypatch: pytest.MonkeyPatch, late: Late
-) -> None:
-    """Prompts of all sizes, draws of both dtypes with filters and without, a copied block."""
-    seen: list[Any] = []
-
-    class RecordedOps(TorchOps):
-        def copy_blocks(self, *args: Any) -> None:
-            seen.append("copy")
-            reference.copy_blocks(*args)
-
-    def forward(self: Decoder, tokens: torch.Tensor, *args: Any) -> torch.Tensor:
-        seen.append(len(tokens))
-        return compute(self, tokens, *args)
-
-    def draw(self: Any, logits: torch.Tensor, slots: torch.Tensor, *args: Any, **more: Any) -> Any:
-        assert slots.dtype is torch.int32
-        seen.append((logits.dtype, more.get("has_filters", True)))
-        return draw_plain(self, logits, slots, *args, **more)
-
-    compute, draw_plain = Decoder.forward, DeviceSampler.draw_plain
-    monkeypatch.setattr(ops, "choose", lambda device: RecordedOps())
-    monkeypatch.setattr(Decoder, "forward", forward)
-    monkeypatch.setattr(DeviceSampler, "draw_plain", draw)
-    folder = checkpoint("llama", 1, **TINY)
-    make_runner(folder, max_num_batched_tokens=40, max_num_seqs=3, dtype="bfloat16")
-    kinds = [(t, f) for t in (torch.bfloat16, torch.float32) for f in (False, True)]
-    assert {2, 3, 5, 9, 17, 33, "copy", *kinds} <= set(seen)

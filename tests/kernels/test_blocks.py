@@ -1,0 +1,117 @@
+"""Codes as files have them: panels made of them are those made of the same codes, one a byte."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from streamer.kernels.cpu import blocks, native, quantized_linear
+from streamer.kernels.cpu.linear import Linear
+from streamer.kernels.weights import QuantizedWeight, columns_of, dequantize, rows_of
+
+K = 768  # more than pack.c takes at once
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of a word's outputs, from the lowest bits up
+
+
+def stored(name: str, n: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random codes as a layout has them, and one a byte."""
+    random = torch.Generator().manual_seed(bits)
+    codes = torch.randint(0, 1 << bits, (n, K), generator=random, dtype=torch.uint8)
+    if name == "BYTES":
+        return codes, codes
+    if name == "SIGNED":
+        return (codes.int() - 128).to(torch.int8), codes
+    if name == "NIBBLES":
+        return codes[:, ::2] | codes[:, 1::2] << 4, codes
+    wide = codes.long()
+    if name == "OUTPUTS":
+        fields = wide.t().reshape(K, n // 8, 8)
+        shifts = torch.tensor(AWQ_PLACES) * 4
+    else:
+        fields = wide.view(n, -1, 32 // bits).transpose(0, 1).transpose(1, 2)
+        fields = fields.transpose(1, 2)
+        shifts = torch.arange(0, 32, bits)
+    return (fields << shifts).sum(-1).to(torch.uint32).view(torch.int32), codes
+
+
+CASES = [("BYTES", 8), ("SIGNED", 8), ("NIBBLES", 4), ("OUTPUTS", 4)]
+CASES += [("WORDS", bits) for bits in (2, 4, 8)]
+
+
+def weights(
+    name: str, n: int, bits: int, *, is_permuted: bool = False
+) -> tuple[QuantizedWeight, QuantizedWeight]:
+    data, codes = stored(name, n, bits)
+    scales = torch.rand(n, K // 32).half().float() + 1
+    order = torch.randperm(K) if is_permuted else None
+    layout = blocks.layout(name, n, K)
+    kept = QuantizedWeight(data, scales, 32, bits, 3, permutation=order, layout=layout)
+    codes = codes if order is None else codes[:, order]
+    return kept, QuantizedWeight(codes, scales, 32, bits, 3, permutation=order)
+
+
+def panels(linear: Linear) -> list[torch.Tensor]:
+    found = []
+    for matrix in linear.matrices:
+        assert isinstance(matrix, quantized_linear.Quantized)
+        found.append(matrix._packed)
+    return found
+
+
+def same(a: Linear, b: Linear) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(panels(a), panels(b), strict=True))
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("n", [64, 24, 88])
+@pytest.mark.parametrize(("name", "bits"), CASES)
+def test_panels_of_stored_codes_are_those_of_bytes(
+    name: str, bits: int, n: int, is_gated: bool
+) -> None:
+    kept, plain = weights(name, n, bits)
+    activation = "silu" if is_gated else None
+    packed = [
+        native.pack_weight([part], None, activation, dtype=torch.float32) for part in (kept, plain)
+    ]
+    assert same(*packed)
+    assert torch.equal(dequantize(kept), dequantize(plain))
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_columns_in_an_order_are_gathered_as_words_are_read(bits: int) -> None:
+    kept, plain = weights("WORDS", 40, bits, is_permuted=True)
+    packed = [native.pack_weight([part], dtype=torch.float32) for part in (kept, plain)]
+    assert same(*packed)
+    assert torch.equal(dequantize(kept), dequantize(plain))
+
+
+@pytest.mark.parametrize(("name", "bits"), CASES)
+def test_parts_are_stacked_and_cut(name: str, bits: int) -> None:
+    """Neighbours of a layout, and one beside codes a byte; what ranks take of a weight."""
+    kept, plain = weights(name, 64, bits)
+    whole = native.pack_weight([plain, plain], dtype=torch.float32)
+    assert same(native.pack_weight([kept, kept], dtype=torch.float32), whole)
+    assert same(native.pack_weight([kept, plain], dtype=torch.float32), whole)
+    for part in (rows_of(kept, 8, 24), columns_of(kept, 64, 128)):
+        assert isinstance(part, QuantizedWeight)
+        assert part.layout is None
+        assert math.prod(part.shape) == part.codes.numel()
+    assert torch.equal(dequantize(rows_of(kept, 8, 24)), dequantize(plain)[8:24])
+    assert torch.equal(dequantize(columns_of(kept, 64, 128)), dequantize(plain)[:, 64:128])
+
+
+@pytest.mark.parametrize("name", blocks.FORMATS)
+def test_panels_of_ggufs_blocks_are_those_of_bytes(name: str) -> None:
+    from streamer.model.gguf.blocks import LAYOUTS, unpack
+
+    each = LAYOUTS[name]
+    raw = torch.randint(0x20, 0x40, (56, K // each.weights * each.bytes), dtype=torch.uint8)
+    kept = unpack(name, raw)
+    assert kept.layout is not None
+    packed = [
+        native.pack_weight([part], None, "silu", dtype=torch.float32)
+        for part in (kept, kept.unpacked())
+    ]
+    assert same(*packed)
