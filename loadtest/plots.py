@@ -20,7 +20,8 @@ from .table import number
 WIDTH, MARGIN, GAP = 900, 16, 20  # of a file, in pixels
 PANEL_WIDTH = (WIDTH - 2 * MARGIN - GAP) / 2  # of one of two beside each other
 ROW, BAR, HEADING = 19, 11, 44  # of bars in rows, and what is above the first
-LABEL, VALUE = 142, 46  # beside a bar in a row
+LABEL, VALUE = 142, 46  # beside a bar in a row, the first at least
+BOLD = 7.2  # the mean width of a bold letter
 GROUP_SHARE, MAX_COLUMN = 0.78, 56  # of a group's room that its columns take; of one column
 LETTER = 6.8  # the width of one, on average
 NUM_COLOURS = 6
@@ -334,17 +335,18 @@ class Bar(NamedTuple):
 def bars(title: str, note: str, rows: Sequence[Bar], limit: float | None = None) -> list[Markup]:
     """A panel: bars from the highest to the lowest, and a dashed line at the limit."""
     longest = max([limit or 0.0, *(row.value for row in rows), 1e-9])
-    scale = (PANEL_WIDTH - LABEL - VALUE) / longest
+    left = max([LABEL, *(len(row.label) * BOLD + 6 for row in rows)])
+    scale = (PANEL_WIDTH - left - VALUE) / longest
     parts = [text(0, 14, title, "title"), text(0, 29, note)]
     for i, row in enumerate(sorted(rows, key=lambda row: -row.value)):
         y, length = HEADING + i * ROW, row.value * scale
         parts += [
-            text(LABEL - 6, y + 10, row.label, row.weight, "end"),
-            rect(LABEL, y, length, BAR, row.kind, rx=2.0),
-            text(LABEL + length + 5, y + 10, number(row.value), row.weight),
+            text(left - 6, y + 10, row.label, row.weight, "end"),
+            rect(left, y, length, BAR, row.kind, rx=2.0),
+            text(left + length + 5, y + 10, number(row.value), row.weight),
         ]
     if limit is not None:
-        x, end = LABEL + limit * scale, HEADING + len(rows) * ROW
+        x, end = left + limit * scale, HEADING + len(rows) * ROW
         parts += [
             tag("line", class_="limit", x1=x, y1=HEADING - 4, x2=x, y2=end),
             text(x, HEADING - 8, f"limit {number(limit)}", "red", "middle"),

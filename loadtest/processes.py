@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, Self
 
 LOAD_S, ANSWER_S, END_S = 600.0, 1800.0, 10.0
+POLL_S = 0.05
 
 
 class EngineFailed(Exception):
@@ -109,7 +110,7 @@ class Server(Process):
                 raise self.failure("the server ended")
             if time.monotonic() > deadline:
                 raise self.failure(f"the server did not start in {timeout_s:.0f} s")
-            time.sleep(0.2)
+            time.sleep(POLL_S)
 
     def _answers(self, path: str) -> bool:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)

@@ -1,9 +1,10 @@
 """`streamer loadtest compare`: ours and every installed peer, on the same workloads.
 
 Every round measures the machine, then runs each engine in its own process, in an order that rotates
-by one per round. Prints medians, ratios to the best peer and the share of the machine's limit;
-writes everything as JSON after each turn, and draws the chart. engines.py has the engines' paths
-and settings, workload.py the workloads, limit.py the machine's limit.
+by one per round. Prints medians, ratios to the best peer and the share of the machine's limit,
+draws the chart, and writes everything as JSON after each workload, from which `--resume` goes on.
+engines.py has the engines' paths and settings, workload.py the workloads, limit.py the machine's
+limit.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,13 +26,15 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from streamer.errors import ConfigError
+
 from .. import table
 from ..processes import EngineFailed
 from .engines import ENGINES, LLAMA, OURS, WEIGHTS, Engine, Places, environment
 from .install import PACKAGES, install
 from .limit import Machine
-from .results import KINDS, Failure, Peak, Results, Sample, report, svg
-from .turns import Turn
+from .results import KINDS, Failure, Peak, Results, Sample, Start, report, svg
+from .turns import Outcome, Turn
 from .turns import run as take_turn
 from .workload import KV_BYTES, MAX_LEN, MAX_SEQS, MODELS, WORKS, Model
 
@@ -50,6 +53,7 @@ class Plan(NamedTuple):
     rounds: int
     threads: int
     keeps_slow: bool
+    is_served: bool = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,9 +71,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"keep measuring engines that are {SLOW:.0f} times slower",
     )
     add(
+        "--served",
+        action="store_true",
+        help="measure all of an engine that has a server over HTTP, in one process a round",
+    )
+    add(
         "--out",
         type=Path,
         help="write the results to this JSON file; default: loadtest/results/DATE.json",
+    )
+    add(
+        "--resume",
+        action="store_true",
+        help="go on with the run in --out: measure what it lacks",
     )
     add("--svg", type=Path, help="write the chart to this file")
     add("--markdown", type=Path, help="write the tables as Markdown to this file")
@@ -101,10 +115,18 @@ def run(args: argparse.Namespace, console: Console) -> int:
     engines = choose(args.engines or columns(args.bits), places, console)
     make_models([MODELS[name] for name in args.models], engines, places, console)
     plan = Plan(
-        engines, tuple(args.models), tuple(args.work), args.rounds, args.threads, args.keep_slow
+        engines,
+        tuple(args.models),
+        tuple(args.work),
+        args.rounds,
+        args.threads,
+        args.keep_slow,
+        args.served,
     )
     results = new_results(plan)
     out = args.out or RESULTS / f"{results.date.replace(':', '').replace(' ', '-')}.json"
+    if args.resume and out.exists():
+        results = resumed(out, results)
     with tempfile.TemporaryDirectory() as temporary:
         logs = args.logs or Path(temporary)
         logs.mkdir(parents=True, exist_ok=True)
@@ -160,17 +182,28 @@ def make_models(
 def _write_quantized(
     model: Model, engines: Sequence[Engine], places: Places, console: Console
 ) -> None:
-    """Make the checkpoints of codes that the engines read, by `streamer quantize`."""
+    """Make the checkpoints of codes that the engines read, mostly by `streamer quantize`."""
     for engine in engines:
         target = places.written(model, engine.weights)
         if places.source(engine, model) == str(target) and not target.exists():
             console.out(f"Making {target.name}")
             weights = WEIGHTS[engine.weights]
+            if weights.form:
+                _to_int4(engine, places.checkpoint(model), target, places)
+                continue
             words = ["quantize", places.checkpoint(model), "--to", f"int{weights.kind}"]
             words += ["--group-size", str(weights.group)] if weights.group else []
             command = [sys.executable, "-m", "streamer", *words, "--out", str(target)]
             env = environment(ENGINES[OURS], places, THREADS)
             subprocess.run(command, check=True, env=env, stdout=sys.stderr)
+
+
+def _to_int4(engine: Engine, source: str, target: Path, places: Places) -> None:
+    """Make a checkpoint in a form that `streamer quantize` does not write."""
+    script = Path(__file__).resolve().parent / "peers" / "to_int4.py"
+    form = WEIGHTS[engine.weights].form
+    command = [str(places.python(engine)), str(script), source, str(target), form]
+    subprocess.run(command, check=True, stdout=sys.stderr)
 
 
 def _make_gguf(model: Model, engines: Sequence[Engine], places: Places, console: Console) -> None:
@@ -200,6 +233,26 @@ def new_results(plan: Plan) -> Results:
     settings |= {"kv_bytes": KV_BYTES, "max_len": MAX_LEN, "max_seqs": MAX_SEQS}
     date = datetime.datetime.now().strftime("%Y-%m-%d %H:%M")
     return Results(date, device(), {}, settings)
+
+
+def resumed(file: Path, new: Results) -> Results:
+    """The results in `file`, to be completed; ConfigError if they are of other settings."""
+    found = Results.read(file)
+    if (found.settings, found.device) != (new.settings, new.device):
+        was = f"{found.settings} on {found.device}"
+        raise ConfigError(f"--resume: {file} was measured with {was}")
+    found.failures.clear()
+    return found
+
+
+def lacking(turn: Turn, results: Results) -> Turn:
+    """The turn without the workloads that have been measured."""
+    name, model = turn.engine.name, turn.model.name
+    done = {
+        s.work for s in results.samples if (s.engine, s.model, s.round) == (name, model, turn.round)
+    }
+    works = tuple(work for work in turn.works if work.name not in done)
+    return msgspec.structs.replace(turn, works=works)
 
 
 def device() -> dict[str, str | int]:
@@ -234,10 +287,12 @@ def turns(plan: Plan, round: int) -> Iterator[Turn]:
     order = plan.engines[shift:] + plan.engines[:shift]
     for model in plan.models:
         for engine in order:
-            if offline:
+            is_served = engine.serves and (plan.is_served or not engine.runner)
+            if offline and not is_served:
                 yield Turn(engine, MODELS[model], round, offline, False)
-            if streams and engine.serves:
-                yield Turn(engine, MODELS[model], round, streams, True)
+            over_http = (*offline, *streams) if is_served else streams
+            if over_http and engine.serves:
+                yield Turn(engine, MODELS[model], round, over_http, True)
 
 
 def without_slow(turn: Turn, results: Results) -> Turn:
@@ -260,7 +315,7 @@ def _rates(results: Results, engine: str, model: str, work: str) -> list[float]:
 def measure(
     plan: Plan, results: Results, places: Places, logs: Path, out: Path, console: Console
 ) -> None:
-    """Run all rounds; samples go into `results`, and to disk after each turn."""
+    """Run all rounds; samples go into `results`, and each to disk at once."""
     total = sum(1 for round in range(plan.rounds) for _ in turns(plan, round))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     # Redrawn between turns only: while an engine computes, it has all the cores.
@@ -273,17 +328,18 @@ def measure(
     ) as progress:
         task = progress.add_task("", total=total)
         for round in range(plan.rounds):
-            measure_machine(plan, results, places, round)
+            if len(results.machine) <= round:
+                measure_machine(plan, results, places, round)
             for planned in turns(plan, round):
-                turn = planned
+                turn = lacking(planned, results)
                 if round and not plan.keeps_slow:
-                    turn = without_slow(planned, results)
-                what = "stream" if turn.is_stream else "offline"
+                    turn = without_slow(turn, results)
+                what = "served" if turn.is_served else "in process"
                 says = f"round {round + 1}: {turn.engine.label}, {turn.model.name}, {what}"
                 progress.update(task, description=says, refresh=True)
                 if turn.works and not _has_failed(turn, results):
-                    take(turn, results, places, plan.threads, logs, progress.console)
-                    results.write(out)
+                    outcomes = take_turn(turn, places, plan.threads, logs)
+                    take(turn, outcomes, results, out, progress.console)
                 progress.update(task, advance=1, refresh=True)
 
 
@@ -294,11 +350,11 @@ def _has_failed(turn: Turn, results: Results) -> bool:
 
 
 def take(
-    turn: Turn, results: Results, places: Places, threads: int, logs: Path, console: Console
+    turn: Turn, outcomes: Iterable[Outcome], results: Results, out: Path, console: Console
 ) -> None:
-    """Run one turn and add its samples, or its failure, to `results`."""
+    """Run one turn; its outcomes, or its failure, go into `results` and to disk."""
     try:
-        for outcome in take_turn(turn, places, threads, logs):
+        for outcome in outcomes:
             if isinstance(outcome, Sample):
                 results.samples.append(outcome)
                 console.out(
@@ -307,11 +363,15 @@ def take(
                 )
             elif isinstance(outcome, Peak):
                 results.peaks.append(outcome)
+            elif isinstance(outcome, Start):
+                results.starts.append(outcome)
             else:
                 results.versions[turn.engine.name] = outcome
+            results.write(out)
     except EngineFailed as error:
         what = str(error)
         results.failures.append(Failure(turn.engine.name, turn.model.name, turn.round, what))
+        results.write(out)
         console.out(f"Failed: {turn.engine.label}, {turn.model.name}: {what}")
 
 

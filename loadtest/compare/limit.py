@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import msgspec
 
-from .workload import PROMPT_TOKENS, Model, Work
+from .workload import Model, Work
 
 PREFILL_ROWS = 1024  # rows of the GEMM whose rate stands for prompts
 BITS = 16  # of the weights whose GEMM is measured
@@ -47,10 +47,11 @@ def step_s(model: Model, machine: Machine, rows: int, context: int, bits: float 
     return matrices + model.kv_token_bytes * context / memory
 
 
-def prefill_s(model: Model, machine: Machine, num_prompts: int, bits: float = BITS) -> float:
-    """Seconds to compute `num_prompts` prompts and the logits of their last tokens."""
+def prefill_s(model: Model, machine: Machine, work: Work, bits: float = BITS) -> float:
+    """Seconds to compute a wave's prompts and the logits of their last tokens."""
     rate = machine.gemm_flops(PREFILL_ROWS) * _speedup(bits)
-    layers = 2 * model.layer_parameters * PROMPT_TOKENS * num_prompts
+    num_prompts = len(work.lengths)
+    layers = 2 * model.layer_parameters * work.prompt_tokens * num_prompts
     head = 2 * model.head_parameters * num_prompts
     # A few prompts alone are bound by reading the weights once.
     reading = model.step_bytes * bits / BITS / (machine.read_gb_s * 1e9)
@@ -63,12 +64,12 @@ def _speedup(bits: float) -> float:
 
 
 def ideal_tokens_s(model: Model, machine: Machine, work: Work, bits: float = BITS) -> float:
-    """Output tokens a second, prompts included, if these rates were the only limits.
+    """The work's tokens a second, prompts included, if these rates were the only limits.
 
     bits  of a stored weight, its share of the scales included
     """
-    seconds = prefill_s(model, machine, len(work.lengths), bits)
+    seconds = prefill_s(model, machine, work, bits)
     for step in range(1, max(work.lengths)):
         rows = sum(length > step for length in work.lengths)
-        seconds += step_s(model, machine, rows, rows * (PROMPT_TOKENS + step), bits)
-    return work.num_tokens / (seconds * max(1, work.waves))
+        seconds += step_s(model, machine, rows, rows * (work.prompt_tokens + step), bits)
+    return work.rated_tokens / (seconds * max(1, work.waves))

@@ -21,12 +21,13 @@ from .limit import Machine, ideal_tokens_s
 from .workload import KV_BYTES, MODELS, WORKS
 
 MIB = 1 << 20
-OFFLINE, ONE, STREAM = ("eq", "mix"), "one", "stream"
+OFFLINE, ONE, PROMPT, STREAM = ("eq", "mix"), "one", "prompt", "stream"
 # The goals, as ratios to the best peer of a column, or to what the machine allows.
 RATIO, LIMIT_SHARE, ONE_RATIO = 1.3, 0.85, 1.0
 PEAK_RATIO = {"half": 1.0, "small": 1.5}
-# Of 4 and 8 bits: one stream against the limit, and 4 bits against our own bfloat16.
-ONE_LIMIT_SHARE, BF16_RATIO = 0.85, 1.5
+# One stream against the limit; answers in 4 bits, and prompts, against our own bfloat16's.
+ONE_LIMIT_SHARE, BF16_RATIO, PROMPT_RATIO = 0.85, 1.5, 1.3
+START_S = 3.0  # to serve `half` in 4 bits
 KINDS = (16, 8, 4)  # bits a weight, a table each
 
 
@@ -58,6 +59,15 @@ class Peak(msgspec.Struct, frozen=True):
     bytes: int
 
 
+class Start(msgspec.Struct, frozen=True):
+    """Seconds from a server's start until it takes requests."""
+
+    engine: str
+    model: str
+    round: int
+    seconds: float
+
+
 class Failure(msgspec.Struct, frozen=True):
     """An engine's failed turn."""
 
@@ -82,6 +92,7 @@ class Results(msgspec.Struct):
     machine: list[Machine] = []
     samples: list[Sample] = []
     peaks: list[Peak] = []
+    starts: list[Start] = []
     failures: list[Failure] = []
 
     @classmethod
@@ -118,10 +129,17 @@ class Results(msgspec.Struct):
         """The median over rounds; None where it was not measured."""
         return median(getattr(sample, field) for sample in self.of(engine, model, work))
 
-    def peak_bytes(self, engine: str, model: str, is_stream: bool = False) -> float | None:
-        """Median over rounds of the highest resident memory."""
-        key = (engine, model, is_stream)
-        return median(p.bytes for p in self.peaks if (p.engine, p.model, p.is_stream) == key)
+    def peak_bytes(self, engine: str, model: str) -> float | None:
+        """Median over rounds of the highest resident memory: in process where that was measured,
+        else of the server."""
+        mine = [p for p in self.peaks if (p.engine, p.model) == (engine, model)]
+        is_stream = all(p.is_stream for p in mine)
+        return median(p.bytes for p in mine if p.is_stream == is_stream)
+
+    def start_s(self, engine: str, model: str) -> float | None:
+        """Median over rounds of the seconds until the server takes requests."""
+        mine = (s for s in self.starts if (s.engine, s.model) == (engine, model))
+        return median(start.seconds for start in mine)
 
     def limit(self, model: str, work: str, engine: str = OURS) -> float | None:
         """The machine's limit in tokens a second with the engine's weights, from the medians of
@@ -162,7 +180,7 @@ class Results(msgspec.Struct):
         return (name, value) if name else None
 
     def leanest_peer(self, model: str, kind: int = 16) -> tuple[str, float] | None:
-        """The peer with a KV pool that has the lowest peak of memory in process."""
+        """The peer with a KV pool that has the lowest peak of memory."""
         found: list[tuple[float, str]] = [
             (value, peer.name)
             for peer in self.of_kind(model, kind, is_ours=False)
@@ -219,28 +237,35 @@ def verdicts(results: Results) -> list[Verdict]:
         for engine in (e for kind in KINDS for e in results.of_kind(model, kind, is_ours=True)):
             for work in results.works:
                 found += _rate_verdicts(results, engine, model, work)
-                found += _quantized_verdicts(results, engine, model, work)
+                found += _own_verdicts(results, engine, model, work)
             found += _peak_verdicts(results, engine, model)
+            found += _start_verdicts(results, engine, model)
     return found
 
 
-def _quantized_verdicts(
-    results: Results, engine: Engine, model: str, work: str
-) -> Iterable[Verdict]:
-    """One stream against the machine's memory, and 4 bits against our own bfloat16."""
+def _own_verdicts(results: Results, engine: Engine, model: str, work: str) -> Iterable[Verdict]:
+    """One stream against the machine's memory; quantized weights against our own bfloat16."""
     ours, limit = results.median(engine.name, model, work), results.limit(model, work, engine.name)
     dense = results.median(OURS, model, work)
-    if ours is None or engine.kind == 16:
+    if ours is None:
         return
     share = ours / limit if limit else None
+    ratio = PROMPT_RATIO if work == PROMPT else BF16_RATIO
     if work == ONE and limit is not None:
         goal = ONE_LIMIT_SHARE * limit
         yield Verdict(
             model, _goal(engine, f"{work}, of the limit"), ours, goal, "", math.nan, share
         )
-    elif engine.kind == 4 and dense is not None:
+    elif dense is not None and (engine.kind == 4 or (engine.kind == 8 and work == PROMPT)):
         what = _goal(engine, f"{work}, against bfloat16")
-        yield Verdict(model, what, ours, BF16_RATIO * dense, OURS, ours / dense, share)
+        yield Verdict(model, what, ours, ratio * dense, OURS, ours / dense, share)
+
+
+def _start_verdicts(results: Results, engine: Engine, model: str) -> Iterable[Verdict]:
+    ours = results.start_s(engine.name, model)
+    if ours is not None and (model, engine.kind) == ("half", 4):
+        what = _goal(engine, "start, s")
+        yield Verdict(model, what, ours, START_S, "", math.nan, is_less_better=True)
 
 
 def _goal(engine: Engine, what: str) -> str:
@@ -251,7 +276,7 @@ def _goal(engine: Engine, what: str) -> str:
 def _rate_verdicts(results: Results, engine: Engine, model: str, work: str) -> Iterable[Verdict]:
     ours = results.median(engine.name, model, work)
     best = results.best_peer(model, work, kind=engine.kind)
-    if ours is None or best is None:
+    if ours is None or best is None or work == PROMPT:
         return
     limit = results.limit(model, work, engine.name)
     target = best[1] * (ONE_RATIO if work == ONE and engine.kind == 16 else RATIO)
@@ -288,7 +313,7 @@ def model_rows(results: Results, model: str, kind: int = 16) -> Rows:
     heading = [f"{model}, tokens/s" if kind == 16 else f"{model}, {kind} bits, tokens/s", *works]
     if STREAM in works:
         heading += ["first token p50 / p99, ms", "between p50 / p99, ms"]
-    heading.append("peak, MiB")
+    heading += ["peak, MiB", *(["start, s"] if results.starts else [])]
     rows = [heading]
     for engine in engines:
         row = [engine.label, *(_rate(results, engine.name, model, work) for work in works)]
@@ -296,7 +321,9 @@ def model_rows(results: Results, model: str, kind: int = 16) -> Rows:
             row += [_times(results, engine.name, model, what) for what in ("first", "gap")]
         peak = results.peak_bytes(engine.name, model)
         lean = "" if engine.has_pool or peak is None else " (no pool)"
-        rows.append([*row, number(None if peak is None else peak / MIB) + lean])
+        row.append(number(None if peak is None else peak / MIB) + lean)
+        start = [number(results.start_s(engine.name, model))] if results.starts else []
+        rows.append([*row, *start])
     blank = [""] * (len(heading) - 1 - len(works))
     for engine in (e for e in engines if e.is_ours):
         name = "ours" if kind == 16 else engine.label
@@ -411,5 +438,7 @@ def panel(results: Results, model: str, work: str) -> list[Markup]:
         for engine in results.engines
         if (rate := results.median(engine, model, work)) is not None
     ]
-    says, limit = WORKS[work].says, results.limit(model, work)
-    return plots.bars(f"{model}, {work}: tokens/s", says, rows, limit)
+    # The line is the limit of bfloat16, so there is none beside weights of fewer bits.
+    is_dense = all(ENGINES[engine].kind == 16 for engine in results.engines)
+    limit = results.limit(model, work) if is_dense else None
+    return plots.bars(f"{model}, {work}: tokens/s", WORKS[work].says, rows, limit)

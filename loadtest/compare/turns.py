@@ -1,7 +1,7 @@
 """One turn of one engine: start it, warm it, give it the round's workloads, end it.
 
-In process through a runner where the engine has one, else over HTTP through its own server; streams
-always over HTTP. Yields each sample at once, so that samples before a failure are kept.
+In process through a runner, or over HTTP through its own server; streams always over HTTP. Yields
+each sample at once, so that samples before a failure are kept.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 import msgspec
 
@@ -33,7 +33,7 @@ from .engines import (
     version,
 )
 from .machine import read_now_gb_s
-from .results import ONE, Peak, Sample, percentile
+from .results import ONE, Peak, Sample, Start, percentile
 from .workload import Model, Work, prompts
 
 WARM_PROMPTS, WARM_TOKENS = 32, 8
@@ -76,44 +76,55 @@ class Runner(Process):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """An engine, a model, a round, and the workloads of one process."""
+    """An engine, a model, a round, and the workloads of one process.
+
+    is_served  whether they go over HTTP
+    """
 
     engine: Engine
     model: Model
     round: int
     works: tuple[Work, ...]
-    is_stream: bool
-
-    @property
-    def is_served(self) -> bool:
-        """Whether the turn goes over HTTP."""
-        return self.is_stream or not self.engine.runner
+    is_served: bool
 
     def prompts(self, work: Work) -> list[list[int]]:
         """This round's prompts as token ids, the same for every engine."""
-        return prompts(self.model, work.num_prompts, f"{work.name} {self.round}")
+        seed = f"{work.name} {self.round}"
+        return prompts(self.model, work.num_prompts, seed, work.prompt_tokens)
 
     @property
     def warm_prompts(self) -> list[list[int]]:
         return prompts(self.model, WARM_PROMPTS, f"warm {self.round}")
 
 
-Outcome = Sample | Peak | str  # a str: the engine's version
+Outcome = Sample | Peak | Start | str  # a str: the engine's version
+ReadNow = Callable[[], float | None]
+T = TypeVar("T")
 
 
 def run(turn: Turn, places: Places, threads: int, logs: Path) -> Iterator[Outcome]:
     """The turn's outcomes; EngineFailed or BadAnswer ends it."""
-    log = logs / f"{turn.engine.name}-{turn.model.name}-{turn.round}-{turn.is_stream:d}.log"
-    if turn.is_served:
-        yield from _served(turn, places, threads, log)
-    else:
-        yield from _in_process(turn, places, threads, log)
+    log = logs / f"{turn.engine.name}-{turn.model.name}-{turn.round}-{turn.is_served:d}.log"
+    read_now = partial(read_now_gb_s, threads, environment(ENGINES[OURS], places, threads))
+    measured = _served if turn.is_served else _in_process
+    yield from measured(turn, places, threads, log, read_now)
 
 
-def _in_process(turn: Turn, places: Places, threads: int, log: Path) -> Iterator[Outcome]:
+def _beside_memory(work: Work, read_now: ReadNow, measure: Callable[[], T]) -> tuple[T, Any]:
+    """What `measure` gives and, beside a single request, memory's mean rate: the greater of those
+    right before and after."""
+    if work.name != ONE:
+        return measure(), None
+    before = read_now()
+    measured = measure()
+    return measured, max((r for r in (before, read_now()) if r is not None), default=None)
+
+
+def _in_process(
+    turn: Turn, places: Places, threads: int, log: Path, read_now: ReadNow
+) -> Iterator[Outcome]:
     engine = turn.engine
     env = environment(engine, places, threads)
-    read_now = partial(read_now_gb_s, threads, environment(ENGINES[OURS], places, threads))
     with Runner(places.python(engine), engine.runner, env, log) as runner:
         loaded = runner.ask(setup(engine, turn.model, places, threads)._asdict(), LOAD_S)
         yield str(loaded["version"])
@@ -121,29 +132,31 @@ def _in_process(turn: Turn, places: Places, threads: int, log: Path) -> Iterator
         runner.ask({"prompts": warm, "lengths": [WARM_TOKENS] * len(warm)})
         for work in turn.works:
             asked = {"prompts": turn.prompts(work), "lengths": list(work.lengths)}
-            rates = [read_now()] if work.name == ONE else []
-            answer = runner.ask(asked)
+            answer, rate = _beside_memory(work, read_now, partial(runner.ask, asked))
             _check(answer["tokens"], work)
-            rates += [read_now()] if work.name == ONE else []
-            beside = max((rate for rate in rates if rate is not None), default=None)
-            sample = _sample(turn, work, answer["tokens"] / answer["seconds"])
-            yield msgspec.structs.replace(sample, read_gb_s=beside)
+            yield _sample(turn, work, answer["seconds"], rate)
         yield _peak(turn, runner.peak_bytes())
 
 
-def _served(turn: Turn, places: Places, threads: int, log: Path) -> Iterator[Outcome]:
+def _served(
+    turn: Turn, places: Places, threads: int, log: Path, read_now: ReadNow
+) -> Iterator[Outcome]:
     engine, port = turn.engine, free_port()
     command = server_command(engine, turn.model, places, threads, port)
+    begin = time.perf_counter()
     with Server(command, port, environment(engine, places, threads), log) as server:
         server.wait(engine.ready)
+        seconds = time.perf_counter() - begin
+        yield Start(engine.name, turn.model.name, turn.round, seconds)
         if found := version(engine, places):
             yield found
         try:
             run_clients(port, _warm_asks(turn, places))
             for work in turn.works:
-                measured = run_clients(port, asks_of(turn, work, places))
+                asks = partial(run_clients, port, asks_of(turn, work, places))
+                measured, rate = _beside_memory(work, read_now, asks)
                 _check(measured.tokens, work)
-                yield _stream_sample(turn, work, measured)
+                yield _served_sample(turn, work, measured, rate)
         except (BadAnswer, OSError, ValueError) as error:  # msgspec's and int's are ValueErrors
             raise server.failure(f"{type(error).__name__}: {error}") from None
         yield _peak(turn, server.peak_bytes())
@@ -189,12 +202,13 @@ def _check(tokens: int, work: Work) -> None:
         raise EngineFailed(f"{work.name}: {tokens} tokens instead of {work.num_tokens}")
 
 
-def _sample(turn: Turn, work: Work, tokens_s: float) -> Sample:
-    return Sample(turn.engine.name, turn.model.name, work.name, turn.round, tokens_s)
+def _sample(turn: Turn, work: Work, seconds: float, read_gb_s: float | None) -> Sample:
+    name, model, rate = turn.engine.name, turn.model.name, work.rated_tokens / seconds
+    return Sample(name, model, work.name, turn.round, rate, read_gb_s=read_gb_s)
 
 
-def _stream_sample(turn: Turn, work: Work, measured: Round) -> Sample:
-    sample = _sample(turn, work, measured.tokens / measured.seconds)
+def _served_sample(turn: Turn, work: Work, measured: Round, read_gb_s: float | None) -> Sample:
+    sample = _sample(turn, work, measured.seconds, read_gb_s)
     if not work.is_stream:
         return sample
     times = {"first": measured.first_s, "gap": measured.gaps_s}
@@ -209,4 +223,4 @@ def _stream_sample(turn: Turn, work: Work, measured: Round) -> Sample:
 
 def _peak(turn: Turn, peak_bytes: int) -> Peak:
     name, model = turn.engine.name, turn.model.name
-    return Peak(name, model, turn.round, turn.is_stream, peak_bytes)
+    return Peak(name, model, turn.round, turn.is_served, peak_bytes)

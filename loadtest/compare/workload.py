@@ -53,16 +53,17 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class Work(msgspec.Struct, frozen=True):
-    """Prompts of PROMPT_TOKENS each, answered with `lengths` tokens.
+    """Prompts of `prompt_tokens` each, answered with `lengths` tokens.
 
     waves  for streams: how many requests each client makes, one after the other; `lengths` are
-           those of one wave, a client each. 0: all at once, in process
+           those of one wave, a client each. 0: all at once
     """
 
     name: str
     says: str
     lengths: tuple[int, ...]
     waves: int = 0
+    prompt_tokens: int = PROMPT_TOKENS
 
     @property
     def is_stream(self) -> bool:
@@ -76,6 +77,12 @@ class Work(msgspec.Struct, frozen=True):
     def num_tokens(self) -> int:
         """Output tokens of all answers."""
         return sum(self.lengths) * max(1, self.waves)
+
+    @property
+    def rated_tokens(self) -> int:
+        """The tokens of its rate: output, but those of the prompts where an answer is one token."""
+        is_prefill = max(self.lengths) == 1
+        return self.num_prompts * self.prompt_tokens if is_prefill else self.num_tokens
 
 
 MODELS = {
@@ -92,14 +99,17 @@ WORKS = {
         Work("eq", "32 requests of 128 tokens", (128,) * 32),
         Work("mix", "32 requests of 32 to 256 tokens", (32, 128, 64, 256) * 8),
         Work("one", "1 request of 256 tokens", (256,)),
+        Work("prompt", "8 prompts of 512 tokens, their tokens", (1,) * 8, prompt_tokens=512),
         Work("stream", "16 streaming clients, 128 tokens", (128,) * 16, waves=2),
     )
 }
 FAKE_VOCABULARY = 1000
 
 
-def prompts(model: Model, count: int, seed: str) -> list[list[int]]:
-    """`count` random prompts; the same model, count and seed give the same on every machine."""
+def prompts(
+    model: Model, count: int, seed: str, num_tokens: int = PROMPT_TOKENS
+) -> list[list[int]]:
+    """`count` random prompts; the same arguments give the same on every machine."""
     source = random.Random(f"{model.name} {seed}")
     last = model.vocabulary or FAKE_VOCABULARY
-    return [[source.randrange(FIRST_ID, last) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+    return [[source.randrange(FIRST_ID, last) for _ in range(num_tokens)] for _ in range(count)]

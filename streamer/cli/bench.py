@@ -23,6 +23,9 @@ BENCHES = {
     "linear": Command(
         "streamer.loadtest.inside.linear", "the CPU's matrix products, dense and quantized"
     ),
+    "load": Command(
+        "streamer.loadtest.inside.loading", "weights from files into the CPU's form, by format"
+    ),
     "accuracy": Command(
         "streamer.loadtest.inside.accuracy.command",
         "perplexity and divergence of quantized weights and KV",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from streamer.cli import main
+from streamer.errors import ConfigError
 from streamer.loadtest.compare import command as compare
 from streamer.loadtest.compare import machine
 from streamer.loadtest.compare.engines import (
@@ -39,7 +41,7 @@ def plan(*engines: Engine, rounds: int = 2) -> compare.Plan:
 
 def test_engines_take_turns_and_the_first_changes() -> None:
     requested = plan(OURS, VLLM, STATIC)
-    kinds = [(t.engine.name, t.is_stream) for t in compare.turns(requested, 0)]
+    kinds = [(t.engine.name, t.is_served) for t in compare.turns(requested, 0)]
     assert kinds == [
         ("streamer", False),
         ("streamer", True),
@@ -47,6 +49,13 @@ def test_engines_take_turns_and_the_first_changes() -> None:
         ("vllm", True),
         ("transformers", False),  # transformers' static batch has no server
     ]
+    served = compare.turns(requested._replace(is_served=True), 0)
+    assert [(t.engine.name, len(t.works), t.is_served) for t in served] == [
+        ("streamer", len(WORKS), True),
+        ("vllm", len(WORKS), True),
+        ("transformers", len(WORKS) - 1, False),
+    ]
+    assert [len(t.works) for t in compare.turns(plan(ENGINES["llamacpp"]), 0)] == [len(WORKS)]
     assert next(compare.turns(requested, 1)).engine is VLLM
     assert next(compare.turns(requested, 3)).engine is OURS
 
@@ -59,10 +68,10 @@ def test_a_far_slower_engine_is_left_out_of_later_rounds() -> None:
     kept = {
         turn.engine.name: [work.name for work in compare.without_slow(turn, results).works]
         for turn in compare.turns(plan(OURS, VLLM, STATIC), 1)
-        if not turn.is_stream
+        if not turn.is_served
     }
-    everything = ["eq", "mix", "one"]
-    assert kept == {"streamer": everything, "vllm": everything, "transformers": ["one"]}
+    everything = ["eq", "mix", "one", "prompt"]
+    assert kept == {"streamer": everything, "vllm": everything, "transformers": ["one", "prompt"]}
 
 
 def test_missing_engines_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,19 +126,21 @@ def test_what_engines_read_packed_is_written_by_quantize(
     places, commands = Places(tmp_path), []
     Path(places.checkpoint(SMALL)).mkdir(parents=True)
     monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command))
-    names = ("streamer-int4", "vllm", "vllm-int8", "streamer-int4-g128-kv8")
+    names = ("streamer-int4", "vllm", "vllm-int8", "streamer-int4-g128-kv8", "zentorch-symmetric")
     engines = [ENGINES[name] for name in names]
     compare.make_models([SMALL], engines, places, Console(quiet=True))
-    targets = [places.written(SMALL, weights) for weights in ("int8", "int4-g128")]
-    words = [command[command.index("quantize") + 1 :] for command in commands]
-    source, (first, second) = places.checkpoint(SMALL), map(str, targets)
+    targets = [places.written(SMALL, weights) for weights in ("int8", "int4-g128", "symmetric")]
+    assert commands[2][0] == str(tmp_path / "zentorch" / "bin" / "python")
+    assert commands[2][2:] == [places.checkpoint(SMALL), str(targets[2]), "symmetric"]
+    words = [command[command.index("quantize") + 1 :] for command in commands[:2]]
+    source, (first, second) = places.checkpoint(SMALL), map(str, targets[:2])
     assert words[0] == [source, "--to", "int8", "--out", first]
     assert words[1] == [source, "--to", "int4", "--group-size", "128", "--out", second]
-    assert second in server_command(engines[-1], SMALL, places, 2, 1)
+    assert second in server_command(engines[-2], SMALL, places, 2, 1)
     for target in targets:
         target.mkdir()
     compare.make_models([SMALL], engines, places, Console(quiet=True))
-    assert len(commands) == 2
+    assert len(commands) == 3
 
 
 def test_peers_do_not_see_our_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -152,20 +163,41 @@ def test_an_engine_that_ends_says_why(tmp_path: Path) -> None:
         runner.ask(setup(VLLM, SMALL, places, 1)._asdict(), 60)
 
 
-def test_a_failure_is_a_result_and_the_engine_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def fail(*_: object) -> None:
+def test_a_failure_is_a_result_and_the_engine_is_left_alone(tmp_path: Path) -> None:
+    kept, out = Sample("vllm", "small", "eq", 0, 9.0), tmp_path / "r.json"
+
+    def failing() -> Iterator[Sample]:
+        yield kept
         raise EngineFailed("no")
 
-    monkeypatch.setattr(compare, "take_turn", fail)
     results = Results("", {}, {}, {})
     first, *_ = compare.turns(plan(VLLM), 0)
     later, *_ = compare.turns(plan(VLLM), 1)
-    compare.take(first, results, Places(tmp_path), 2, tmp_path, Console(quiet=True))
+    compare.take(first, failing(), results, out, Console(quiet=True))
     assert results.failures == [Failure("vllm", "small", 0, "no")]
+    assert Results.read(out) == results
+    assert results.samples == [kept]
     assert compare._has_failed(later, results)
     assert not compare._has_failed(first, results)
+
+
+def test_a_run_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
+    """With what it lacks; what failed is tried again. Not on another machine."""
+    new = compare.new_results(plan(OURS, VLLM))
+    old = compare.new_results(plan(OURS, VLLM))
+    old.samples.append(Sample("vllm", "small", "eq", 0, 9.0))
+    old.failures.append(Failure("vllm", "small", 0, "no"))
+    old.write(tmp_path / "r.json")
+    found = compare.resumed(tmp_path / "r.json", new)
+    assert found.samples == old.samples
+    assert not found.failures
+    first, *_ = compare.turns(plan(VLLM), 0)
+    later, *_ = compare.turns(plan(VLLM), 1)
+    assert compare.lacking(first, found).works == first.works[1:]
+    assert compare.lacking(later, found) == later
+    new.settings["threads"] = 99
+    with pytest.raises(ConfigError, match="--resume"):
+        compare.resumed(tmp_path / "r.json", new)
 
 
 def test_memory_of_a_process_and_its_children(tmp_path: Path) -> None:

@@ -42,12 +42,16 @@ def test_the_rate_is_that_of_the_next_larger_gemm() -> None:
 
 def test_prompts_cost_their_tokens_and_one_row_of_logits() -> None:
     machine = Machine(1e9, {1: 1e-9})
-    assert prefill_s(TINY, machine, 3) == pytest.approx(3 * (2 * 88 * PROMPT_TOKENS + 2 * 40))
+    for tokens in (PROMPT_TOKENS, 512):
+        work = Work("w", "", (1,) * 3, prompt_tokens=tokens)
+        assert prefill_s(TINY, machine, work) == pytest.approx(3 * (2 * 88 * tokens + 2 * 40))
+        rate = 3 * tokens / prefill_s(TINY, machine, work)
+        assert ideal_tokens_s(TINY, machine, work) == pytest.approx(rate)  # of the prompts
 
 
 def test_an_answer_is_its_prompt_and_one_step_less_than_its_tokens() -> None:
     work = Work("w", "", (3, 1))
-    seconds = prefill_s(TINY, MACHINE, 2)
+    seconds = prefill_s(TINY, MACHINE, work)
     seconds += step_s(TINY, MACHINE, 1, PROMPT_TOKENS + 1)
     seconds += step_s(TINY, MACHINE, 1, PROMPT_TOKENS + 2)
     assert ideal_tokens_s(TINY, MACHINE, work) == pytest.approx(4 / seconds)

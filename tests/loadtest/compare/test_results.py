@@ -16,6 +16,7 @@ from streamer.loadtest.compare.results import (
     Peak,
     Results,
     Sample,
+    Start,
     Verdict,
     median_machine,
     model_rows,
@@ -92,6 +93,7 @@ def test_goals() -> None:
         "eq": True,
         "mix": False,
         "one": True,
+        "one, of the limit": False,
         "stream": True,
         "first token, ms": True,
         "peak, MiB": True,
@@ -166,6 +168,18 @@ def test_a_longer_bar_is_a_higher_rate() -> None:
     assert widths[0] / widths[1] == pytest.approx(4 / 3, rel=0.01)
 
 
+def test_a_panel_of_several_kinds_of_weights() -> None:
+    """Without the limit of one of them; a long name has the room that it takes."""
+    found = results()
+    found.samples.append(Sample("streamer-int4-g128-kv8", "small", "eq", 0, 9000.0))
+    parts = "".join(panel(found, "small", "eq"))
+    root = ElementTree.fromstring(f"<svg>{parts}</svg>")
+    assert not list(root.iter("line"))
+    lefts = [float(bar.get("x") or 0) for bar in root.iter("rect")]
+    assert lefts == pytest.approx([27 * 7.2 + 6] * 5, abs=0.1)
+    assert "Streamer int4 g128, int8 KV" in parts
+
+
 def test_weights_of_a_kind_are_compared_with_each_other() -> None:
     """Each kind has its table and goals: of the peers, one stream's limit, our own bfloat16."""
     found = results()
@@ -189,9 +203,28 @@ def test_weights_of_a_kind_are_compared_with_each_other() -> None:
     assert dense is not None
     assert 2.5 < limit / dense < 16 / 4.5  # the cache is read as before
     assert goals["Streamer int4, one, of the limit"].target == pytest.approx(0.85 * limit)
+    for engine, rate in (("streamer", 1000.0), ("streamer-int4", 1290.0), ("openvino-int4", 9e9)):
+        found.samples.append(Sample(engine, "small", "prompt", 0, rate))
+    prompts = [verdict for verdict in verdicts(found) if "prompt" in verdict.what]
+    assert [(v.what, v.is_met) for v in prompts] == [
+        ("Streamer int4, prompt, against bfloat16", False)  # 1.29 of 1.3, whatever a peer has
+    ]
     text = report(found)
     assert "small, 4 bits, tokens/s" in text
     assert "Streamer Q4_0 / best peer" in text
+
+
+def test_serving_begins_within_three_seconds() -> None:
+    """With `half` in 4 bits; the median of rounds, beside the server's peak of memory."""
+    found = Results("", {}, {}, {"threads": 2, "rounds": 3})
+    for engine, seconds in (("streamer-q4_0", (2.0, 2.5, 9.0)), ("streamer", (4.0,) * 3)):
+        for round, value in enumerate(seconds):
+            found.samples.append(Sample(engine, "half", "eq", round, 100.0))
+            found.starts.append(Start(engine, "half", round, value))
+            found.peaks.append(Peak(engine, "half", round, True, 900 * MIB))
+    (verdict,) = (v for v in verdicts(found) if "start" in v.what)
+    assert (verdict.ours, verdict.target, verdict.is_met) == (2.5, 3.0, True)
+    assert "| Streamer Q4_0 | 100 | 900 | 2.5 |" in table.markdown(model_rows(found, "half", 4))
 
 
 def test_a_single_stream_is_measured_against_memory_beside_it() -> None:

@@ -37,8 +37,11 @@ def test_how_many_tokens_a_workload_has() -> None:
         "eq": 4096,
         "mix": 3840,
         "one": 256,
+        "prompt": 8,
         "stream": 4096,
     }
+    rated = {name: work.rated_tokens for name, work in WORKS.items()}
+    assert (rated["eq"], rated["prompt"]) == (4096, 8 * 512)
 
 
 def test_clients_share_out_the_prompts() -> None:
@@ -58,3 +61,4 @@ def test_every_round_has_prompts_of_its_own_for_all_engines_alike() -> None:
     later = Turn(ENGINES["vllm"], SMALL, 4, (), False)
     assert ours.prompts(WORKS["eq"]) == theirs.prompts(WORKS["eq"])
     assert ours.prompts(WORKS["eq"]) != later.prompts(WORKS["eq"])
+    assert [len(prompt) for prompt in ours.prompts(WORKS["prompt"])] == [512] * 8

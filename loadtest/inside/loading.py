@@ -1,0 +1,226 @@
+"""`streamer bench load`: a checkpoint's way from the page cache into panels, format by format.
+
+Matrices of a decoder are stored in each format, their values random, and read back as the loader
+does: the file into memory (WeightFiles), the format's codes and scales out of it, those into the
+kernels' panels. Rates are of stored bytes, so that reading, the lower bound, stands beside each.
+The fastest run counts. A dense matrix, and one that is quantized meanwhile, are the last rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from streamer.errors import ConfigError
+from streamer.loadtest.inside.linear import LAYER
+from streamer.loadtest.table import terminal
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from streamer.model.checkpoint import TensorEntry
+    from streamer.model.files import WeightFiles
+    from streamer.model.quantization.interface import Scheme
+
+FILE = "weights"
+MAX_RATE = 100  # GB/s; beyond, nothing is done
+
+
+class Stored(NamedTuple):
+    """A matrix in the file: its shape, gates, and tensors with the shapes that they are read in."""
+
+    n: int
+    k: int
+    gates: str | None
+    tensors: dict[str, tuple[TensorEntry, tuple[int, ...]]]
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """One format: bytes of the file, and seconds of reading it, of parsing and of packing."""
+
+    name: str
+    stored: int
+    read: float
+    parse: float
+    pack: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """How many layers, formats and threads."""
+    add = parser.add_argument
+    add("--layers", type=int, default=4, help="of Qwen3-0.6B's shapes (4)")
+    add("--formats", nargs="+", metavar="NAME", help="instead of all, as the table names them")
+    add("--threads", type=int, help="of the kernels (all cores)")
+    add("--repeats", type=int, default=5, help="of which the fastest counts (5)")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Measure every format and print a table."""
+    import torch
+
+    from streamer.kernels import ops
+
+    if why := ops.why_not_native():
+        raise ConfigError(f"there are no native kernels here: {why}", param="threads")
+    known = schemes()
+    names = args.formats or list(known)
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"--formats: {unknown[0]} is none of {', '.join(known)}", param="formats")
+    if min(args.layers, args.repeats) < 1:
+        raise ConfigError("--layers and --repeats must be at least 1", param="layers")
+    threads = args.threads or torch.get_num_threads()
+    ops.for_cpu().set_threads(threads)
+    torch.set_num_threads(1)  # as where a model is loaded
+    found = []
+    for name in names:
+        with console.status(f"Measuring {name}"):
+            found.append(measure(name, known[name], args.layers, args.repeats))
+    console.print(terminal(table(found), f"{args.layers} layers, {threads} threads"))
+    return 0
+
+
+def schemes() -> dict[str, Scheme]:
+    """How a matrix is stored, by the table's names."""
+    from streamer.model.gguf.blocks import LAYOUTS, Blocks
+    from streamer.model.quantization.float4 import Mxfp4
+    from streamer.model.quantization.gptq import Awq, Gptq
+    from streamer.model.quantization.interface import DENSE
+    from streamer.model.quantization.on_the_fly import KINDS, OnTheFly
+    from streamer.model.quantization.scaled import Grid, Numbers, Packed
+
+    found: dict[str, Scheme] = {f"GGUF {name}": Blocks(name) for name in LAYOUTS}
+    found |= {
+        "GPTQ 4 bits": Gptq(4, 128, is_symmetric=False, has_order=False, is_v1=True),
+        "GPTQ 4 bits, desc_act": Gptq(4, 128, is_symmetric=False, has_order=True, is_v1=True),
+        "GPTQ 8 bits": Gptq(8, 128, is_symmetric=False, has_order=False, is_v1=True),
+        "AWQ": Awq(128, is_symmetric=False),
+        "compressed-tensors int4": Packed(4, Grid(1, 128)),
+        "compressed-tensors int4, zeros": Packed(4, Grid(1, 32), has_zeros=True),
+        "compressed-tensors int8": Numbers("", False, (Grid(),)),
+        "FP8": Numbers("", True, (Grid(),)),
+        "FP8, 128 x 128": Numbers("", True, (Grid(128, 128),)),
+        "MXFP4": Mxfp4(has_blocks=True),
+        "dense": DENSE,
+    }
+    return found | {f"dense -> {kind}": OnTheFly(kind) for kind in KINDS}
+
+
+def measure(name: str, scheme: Scheme, layers: int, repeats: int) -> Measured:
+    """One format: all matrices are written once, and loaded `repeats` times."""
+    import torch
+
+    from streamer.model.files import WeightFiles
+
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        with (Path(folder) / FILE).open("wb") as file:
+            matrices = [
+                Stored(n, k, gates, write(file, scheme, n, k))
+                for _ in range(layers)
+                for n, k, gates in LAYER
+            ]
+            stored = file.tell()
+        with closing(WeightFiles(Path(folder))) as files, torch.inference_mode():
+            runs = [load(files, scheme, matrices) for _ in range(repeats)]
+    read, parse, pack = (min(column) for column in zip(*runs, strict=True))
+    return Measured(name, stored, read, parse, pack)
+
+
+def write(
+    file: IO[bytes], scheme: Scheme, n: int, k: int
+) -> dict[str, tuple[TensorEntry, tuple[int, ...]]]:
+    """Append a matrix, its tensors with random values."""
+    from streamer.model.checkpoint import TensorEntry
+
+    found = {}
+    for name, rule in scheme.stored(n, k, ()).items():
+        dtype, shape = rule.dtypes[0], rule.shapes[0]
+        values = random_values(name, dtype, shape, (n, k))
+        start = file.tell()
+        file.write(values.numpy().tobytes())
+        entry = TensorEntry(name, dtype, shape, FILE, start, file.tell())
+        found[name] = entry, shape
+    return found
+
+
+def random_values(
+    name: str, dtype: str, shape: tuple[int, ...], of: tuple[int, int]
+) -> torch.Tensor:
+    """A tensor's bytes: valid, and such that scales fit into float16."""
+    import torch
+
+    from streamer.model.gguf.blocks import LAYOUTS
+    from streamer.model.loader import TORCH_DTYPES
+
+    def numbers(low: int, high: int, count: int) -> torch.Tensor:
+        return torch.randint(low, high, (count,), dtype=torch.uint8)
+
+    count = math.prod(shape)
+    if name == "weight_shape":
+        return torch.tensor(of).view(torch.uint8)
+    if name == "g_idx":
+        return (torch.randperm(of[1]) // 128).to(torch.int32).view(torch.uint8)
+    if dtype in LAYOUTS:
+        layout = LAYOUTS[dtype]
+        low, high = (112, 124) if dtype == "MXFP4" else (0x20, 0x40)  # of scales, below 2
+        return numbers(low, high, count // layout.weights * layout.bytes)
+    kind = TORCH_DTYPES[dtype]
+    if kind.is_floating_point and kind.itemsize > 1:
+        return (torch.rand(count) / 64 + 2**-7).to(kind).view(torch.uint8)
+    if name.endswith("scales"):  # exponents
+        return numbers(112, 124, count)
+    return numbers(0, 0x7E if kind == torch.float8_e4m3fn else 256, count * kind.itemsize)
+
+
+def load(
+    files: WeightFiles, scheme: Scheme, matrices: Sequence[Stored]
+) -> tuple[float, float, float]:
+    """Seconds of reading, of parsing and of packing all matrices once."""
+    import torch
+
+    from streamer.kernels.cpu import native
+    from streamer.model.loader import TORCH_DTYPES
+    from streamer.model.quantization.interface import check_finite
+
+    read = parse = pack = 0.0
+    kept = []  # as a model keeps them
+    for n, k, gates, stored in matrices:
+        start = time.perf_counter()
+        raw = {name: files.read(entry) for name, (entry, _) in stored.items()}
+        now = time.perf_counter()
+        read, start = read + now - start, now
+        tensors = {}
+        for name, (entry, shape) in stored.items():
+            kind = TORCH_DTYPES.get(entry.dtype)
+            data = raw.pop(name)
+            tensors[name] = data.view(n, -1) if kind is None else data.view(kind).view(shape)
+        weight = scheme.read(tensors, n, k)
+        if not isinstance(weight, torch.Tensor):
+            weight = check_finite("", weight)
+        now = time.perf_counter()
+        parse, start = parse + now - start, now
+        kept.append(native.pack_weight([weight], None, gates, dtype=torch.bfloat16))
+        pack += time.perf_counter() - start
+    return read, parse, pack
+
+
+def table(found: Sequence[Measured]) -> list[tuple[str, ...]]:
+    """Rows of text: gigabytes of the file a second."""
+    rows: list[tuple[str, ...]] = [
+        ("format", "MB", "read, GB/s", "parse", "pack", "both", "/ read")
+    ]
+    for one in found:
+        both = one.parse + one.pack
+        rates = [one.stored / s / 1e9 for s in (one.read, one.parse, one.pack, both)]
+        shown = ["-" if rate > MAX_RATE else f"{rate:.1f}" for rate in rates]
+        rows.append((one.name, f"{one.stored / 1e6:.0f}", *shown, f"{one.read / both:.2f}"))
+    return rows

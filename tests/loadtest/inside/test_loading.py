@@ -1,0 +1,24 @@
+"""bench load: its rates by hand, and one small run of every format."""
+
+from __future__ import annotations
+
+import pytest
+
+from streamer.cli import main
+from streamer.loadtest.inside.loading import Measured, schemes, table
+
+
+def test_rates_are_those_worked_out_by_hand() -> None:
+    heading, row = table([Measured("Q4_0", 10**9, 0.1, 0.05, 0.2)])
+    assert heading == ("format", "MB", "read, GB/s", "parse", "pack", "both", "/ read")
+    assert row == ("Q4_0", "1000", "10.0", "20.0", "5.0", "4.0", "0.40")
+    assert table([Measured("dense", 10**9, 0.1, 0.0001, 0.2)])[1][3] == "-"
+
+
+def test_every_format_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--layers", "1", "--repeats", "1", "--threads", "1"]
+    assert main(["bench", "load", *flags]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in schemes())
+    assert main(["bench", "load", "--formats", "Q9"]) == 1
+    assert "Q9 is none of GGUF Q4_0" in capsys.readouterr().err
