@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from importlib.metadata import distributions
 from pathlib import Path
@@ -92,38 +94,88 @@ def test_it_has_what_its_packages_need(pins: list[Pin]) -> None:
     assert num_checked > 20
 
 
-# ---------------------------------------------------------------- .ci/audit
+# ---------------------------------------------------------------- .ci/audit.py
 
-AUDITS = {
-    "nothing": ("echo fine", 0, "nothing found"),
-    "unreachable": (
-        "echo 'request failed: ENOTFOUND, ConnectionError' >&2; exit 1",
+THING = {"name": "thing", "version": "1.0", "vulns": []}
+FOUND = {**THING, "vulns": [{"id": "CVE-2025-40412", "fix_versions": ["50.3"], "aliases": []}]}
+SKIPPED = {"name": "other", "skip_reason": "Dependency not found on PyPI and could not be audited"}
+ADVISORY = {"title": "CVE-2025-40412: HTTPError 503 ", "url": "https://example/GHSA-405"}
+BROKEN = {"severity": "high", "range": "<2", "via": [ADVISORY]}
+TRACE = "Traceback:\n{error}: 503 Server Error"
+# What a program writes, and what it ends with: the status of the whole, and what is said.
+PIP = {
+    "nothing": (0, {"dependencies": [THING]}, 0, ["nothing found"]),
+    "a finding": (1, {"dependencies": [FOUND]}, 1, ["found (1)", "CVE-2025-40412"]),
+    "both": (1, {"dependencies": [SKIPPED, FOUND]}, 1, ["found (1)", "NOT CHECKED (1)"]),
+    "not known there": (0, {"dependencies": [SKIPPED]}, 0, ["NOT CHECKED (1)", "other"]),
+    "no network": (1, TRACE.format(error="requests.exceptions.ProxyError"), 0, ["NOT CHECKED"]),
+    "no service": (
+        1,
+        TRACE.format(error="pip_audit._service.interface.ServiceError"),
         0,
-        "NOT CHECKED",
+        ["NOT CHECKED"],
     ),
-    "a finding": ("echo 'thing 1.0 GHSA-1234'; exit 1", 1, "GHSA-1234"),
+    "a wrong call": (1, "ERROR: invalid requirements input: 404.txt", 1, ["failed (1)", "404"]),
+    "null": (0, None, 1, ["failed (1)"]),
+    "a list": (0, [], 1, ["failed (1)"]),
+    "no dependencies": (0, {}, 1, ["failed (1)"]),
+    "no word": (0, b"", 1, ["failed (1)", "ended with 0"]),
+    "half of it": (0, b'{"dependencies": [', 1, ["failed (1)"]),
+    "no text": (0, b"\xff", 1, ["failed (1)"]),
+    "killed after it": (137, {"dependencies": [THING]}, 1, ["failed", "ended with 137"]),
+    "killed with a finding": (137, {"dependencies": [FOUND]}, 1, ["found (1)", "failed"]),
+}
+NPM = {
+    "nothing": (0, {"vulnerabilities": {}}, 0, ["nothing found"]),
+    "a finding": (1, {"vulnerabilities": {"bad": BROKEN}}, 1, ["found (1)", "bad <2: high"]),
+    "a small finding": (
+        0,
+        {"vulnerabilities": {"bad": {**BROKEN, "severity": "low"}}},
+        0,
+        ["nothing found"],
+    ),
+    "no network": (1, {"message": "connect ECONNREFUSED"}, 0, ["NOT CHECKED (1)", "ECONN"]),
+    "no lock": (1, {"error": {"code": "ENOLOCK"}}, 1, ["failed"]),
+    "null": (0, None, 1, ["failed (1)"]),
+    "no findings": (0, {"vulnerabilities": None}, 1, ["failed (1)"]),
 }
 
 
-@pytest.mark.parametrize("npm", AUDITS)
-@pytest.mark.parametrize("pip", AUDITS)
+@pytest.mark.parametrize(
+    ("pip", "npm"), [*((name, "nothing") for name in PIP), *(("no network", name) for name in NPM)]
+)
 def test_an_audit_says_what_it_found_and_what_it_could_not_check(
     tmp_path: Path, pip: str, npm: str
 ) -> None:
     """Beside programs that answer as pip-audit and npm do."""
-    programs = {".venv/bin/python": "exit 0", "build/audit/bin/pip-audit": AUDITS[pip][0]}
-    for name, text in {**programs, ".venv/bin/npm": AUDITS[npm][0]}.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o700)
-    (tmp_path / ".ci").mkdir()
-    shutil.copy(ROOT / ".ci/audit", tmp_path / ".ci/audit")
-    done = subprocess.run([tmp_path / ".ci/audit"], capture_output=True, text=True)
-    assert done.returncode == max(AUDITS[pip][1], AUDITS[npm][1])
-    for name, (_, _, says) in (("pip-audit", AUDITS[pip]), ("npm audit", AUDITS[npm])):
-        told = done.stdout.partition(f"{name}: ")[2].partition("npm audit: ")[0]
-        assert says in told, done.stdout
+    for name, cases, which in (("build/audit/bin/pip-audit", PIP, pip), ("bin/npm", NPM, npm)):
+        status, told, _, _ = cases[which]
+        program = tmp_path / name
+        program.parent.mkdir(parents=True, exist_ok=True)
+        to = ">&2" if isinstance(told, str) else ""
+        words = told if isinstance(told, bytes) else (told if to else json.dumps(told)).encode()
+        script = f"#!/bin/sh\ncat {to} <<'END'\n@\nEND\nexit {status}\n"
+        program.write_bytes(script.encode().replace(b"@", words))
+        program.chmod(0o700)
+    for name in ("web", "tests/js", "web/node_modules/x", ".ci"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "package-lock.json").write_text("{}")
+    shutil.copy(ROOT / ".ci/audit.py", tmp_path / ".ci")
+    python = tmp_path / "bin/python"
+    python.symlink_to(Path(sys.executable).resolve())
+    done = subprocess.run([python, tmp_path / ".ci/audit.py"], capture_output=True, text=True)
+    assert done.stderr == ""
+    assert done.returncode == max(PIP[pip][2], NPM[npm][2])
+    said: dict[str, str] = {}
+    for part in re.split(r"^(?=\S)", done.stdout, flags=re.MULTILINE)[1:]:
+        name = part.partition(":")[0]
+        said[name] = said.get(name, "") + part
+    audited = {"pip-audit of what is installed": PIP[pip], "pip-audit of the lock file": PIP[pip]}
+    audited |= {"npm audit of web": NPM[npm], "npm audit of tests/js": NPM[npm]}
+    assert set(said) == set(audited)
+    for name, (_, _, _, words) in audited.items():
+        assert all(word in said[name] for word in words), done.stdout
 
 
 def test_ci_shows_an_audit() -> None:
-    assert ".ci/audit" in (ROOT / ".ci/run").read_text()
+    assert ".ci/audit.py" in (ROOT / ".ci/run").read_text()

@@ -21,6 +21,7 @@ from streamer.constraints.bounds import TOO_LONG, lark_too_costly, share, too_co
 from streamer.constraints.lark import TooLong
 from streamer.constraints.schemas import followable, without_one
 from streamer.constraints.tags import BadTag, Tags
+from streamer.core.plan import GAVE_UP
 from streamer.core.sampling import Grammar
 from streamer.errors import InvalidRequest
 
@@ -176,10 +177,11 @@ class Compiled:
     is_slow  a mask, or a token to follow, took longer than SLOW_S, and too few did not since
     """
 
-    __slots__ = ("__weakref__", "_matcher", "_num_quick", "_trial", "is_slow", "took_s")
+    __slots__ = ("__weakref__", "_grammar", "_matcher", "_num_quick", "_trial", "is_slow", "took_s")
 
-    def __init__(self, matcher: llguidance.LLMatcher, took_s: float) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, took_s: float, grammar: Grammar) -> None:
         self._matcher = matcher
+        self._grammar = grammar
         self.took_s = took_s  # to compile
         self.is_slow = False
         self._trial = TRIAL  # masks that must be quick, one after the other
@@ -200,6 +202,11 @@ class Compiled:
         if not self.is_slow:
             self._trial *= 2
         self.is_slow, self._num_quick = True, 0
+
+    def gave_up(self, error: str) -> str:
+        """Why an answer can't go on, from a matcher's error, which names the limit."""
+        reason = _ASIDE.sub("", error).partition("\n")[0].strip()
+        return f"{GAVE_UP}{_name(self._grammar)} any further: {reason}"
 
     def held(self, _: object) -> None:
         """Does nothing: a reference to this method keeps the grammar compiled."""
@@ -255,7 +262,7 @@ class Grammars:
             if grammar.kind == "json" and NO_VALUE in error:
                 error = error.replace(NO_VALUE, f"{NO_VALUE}{self._by_keyword(grammar)}", 1)
             raise refusal(grammar, error)
-        return Compiled(matcher, time.thread_time() - began_s)
+        return Compiled(matcher, time.thread_time() - began_s, grammar)
 
     def _matcher(self, source: str) -> llguidance.LLMatcher:
         import llguidance
@@ -357,16 +364,19 @@ def _schema(schema: Any, grammar: Grammar, settings: object = None) -> str:
 
 def refusal(grammar: Grammar, reason: str) -> InvalidRequest:
     """The error for a grammar that can't be honoured; `reason` has the keyword or the place."""
-    what = _NAMES.get(grammar.kind)
     reason = _ASIDE.sub("", _TARGET.sub("$ref: '", reason)).strip()
     if grammar.kind in ("calls", "structural_tag"):  # no lines of a text that the caller never saw
         reason = _PLACE.sub("", reason)
     reason = reason[:MAX_REASON]
     return InvalidRequest(
-        f"{what or 'the ' + grammar.kind} can't be honoured: {reason}",
+        f"{_name(grammar)} can't be honoured: {reason}",
         param=f"structured_outputs.{grammar.kind}",
         code="unsupported_grammar",
     )
+
+
+def _name(grammar: Grammar) -> str:
+    return _NAMES.get(grammar.kind, f"the {grammar.kind}")
 
 
 def _check_depth(grammar: Grammar) -> None:

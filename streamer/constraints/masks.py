@@ -193,9 +193,9 @@ class Constraint:
     @property
     def error(self) -> str:
         """Why it can't go on; empty if it can."""
-        if self._matcher is None or not self._matcher.is_error():
+        if self._compiled is None or self._matcher is None or not self._matcher.is_error():
             return ""
-        return f"the answer's grammar: {self._matcher.get_error()}".partition("\n")[0]
+        return self._compiled.gave_up(self._matcher.get_error())
 
 
 def _bits(tokens: Sequence[int], num_words: int) -> Words:

@@ -220,5 +220,6 @@ def test_a_text_that_never_ends_is_an_error_where_its_matcher_gives_up(grammars:
         if filled.errors:
             break
         row.drew(ord("a"))
-    assert "Too many items" in filled.errors[0]
+    says = "the answer can't follow the Lark grammar any further: parser error: Too many items"
+    assert filled.errors[0].startswith(f"{says} (limit {module.LIMITS['step_max_items']}; ")
     assert not filled.words.any()
