@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from streamer.engine.engine import AsyncEngine
     from streamer.engine.stream import Delta
     from streamer.errors import (
+        ClientLeft,
         ConfigError,
         ContextLengthExceeded,
         DeadlineExceeded,
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "ClientLeft",
     "Completion",
     "Config",
     "ConfigError",

@@ -79,6 +79,13 @@ class TooLarge(InvalidRequest):
     code = "request_too_large"
 
 
+class ClientLeft(StreamerError):
+    """The client was gone before its request had come whole; only the log shows it."""
+
+    status = 499
+    code = "client_left"
+
+
 class Overloaded(StreamerError):
     """No capacity now; the client should retry after `retry_after_s`."""
 

@@ -12,12 +12,24 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from streamer.config import Config
 from streamer.core.blocks import BlockHasher
-from streamer.core.plan import Add, Cancel, Command, Pause, Resume, StepOutput, StepStats
+from streamer.core.plan import (
+    Add,
+    Cancel,
+    Command,
+    Finish,
+    FinishReason,
+    Pause,
+    Resume,
+    StepOutput,
+    StepStats,
+)
 from streamer.core.scheduler import Scheduler
 from streamer.core.sizes import ModelInfo
 from streamer.core.view import SchedulerView, ViewQuery
@@ -25,7 +37,7 @@ from streamer.engine.base import Engine, within
 from streamer.engine.core import EngineCore, Inbox, Owner, Runner, Tokenizer
 from streamer.engine.gpu_thread import GpuThread
 from streamer.engine.journal.restoring import Restoring
-from streamer.engine.journal.writer import Journal
+from streamer.engine.journal.writer import NOT_DRAWN, Journal
 from streamer.engine.refusals import (
     CLOSE_S,
     SHUTDOWN,
@@ -72,6 +84,7 @@ class AsyncEngine(Engine):
         self._first_stats = StepStats()  # filled on the GPU thread by _build, with what `_use` sets
         self._restoring: asyncio.Task[None] | None = None
         self._expiring: asyncio.Task[None] | None = None
+        self._ending: set[asyncio.Task[None]] = set()  # of ends that are not on disk yet
 
     @classmethod
     def from_config(cls, config: Config) -> AsyncEngine:
@@ -272,11 +285,45 @@ class AsyncEngine(Engine):
             return
         try:
             if self.journal is not None:
-                self.journal.step(output)
+                output = self._record(self.journal, output)
             self._streams.distribute(output)
         except Exception as e:  # a bug of ours: no reader may wait for what it lost
             self._die(e)
         self._thread.permit()
+
+    def _record(self, journal: Journal, output: StepOutput) -> StepOutput:
+        """Hand a step to the journal; returns what streams may have before it is on disk.
+
+        A token that a crash cuts off is drawn again, but a cancelled answer would go on: its end is
+        held back until it is recorded.
+        """
+        late = [
+            # as in the stream: one that FAILED keeps its own detail
+            replace(finish, detail=stream.cut_off_by)
+            if stream.cut_off_by is not None and finish.reason is FinishReason.CANCELLED
+            else finish
+            for finish in output.finishes
+            if finish.reason in NOT_DRAWN
+            and (stream := self._streams.get(finish.request_id)) is not None
+            and stream.is_durable
+        ]
+        if not late or journal.failure is not None:
+            journal.step(output)
+            return output
+        held = {(f.request_id, f.choice) for f in late}
+        others = tuple(f for f in output.finishes if (f.request_id, f.choice) not in held)
+        journal.step(replace(output, finishes=(*others, *late)))
+        task = asyncio.create_task(self._end(journal, late))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        return replace(output, finishes=others)
+
+    async def _end(self, journal: Journal, finishes: Sequence[Finish]) -> None:
+        await journal.recorded()
+        try:
+            self._streams.end(finishes)
+        except Exception as e:
+            self._die(e)
 
     def on_view(self, view: SchedulerView) -> None:
         self.view_feed.on_view(view)

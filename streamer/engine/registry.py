@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from streamer.core.plan import Finish, FinishReason, Notice, NoticeKind, StepOutput
@@ -257,8 +257,19 @@ class Registry:
                 touched.append(stream)
         for stream in touched:
             stream.wake()
-        for finish in output.finishes:
-            stream = live.get(finish.request_id)
+        self._retire_ended(output.finishes)
+
+    def end(self, finishes: Sequence[Finish]) -> None:
+        """Hand over finishes that were held back from their steps' outputs."""
+        for finish in finishes:
+            if (stream := self._live.get(finish.request_id)) is not None:
+                stream.end(finish)
+                stream.wake()
+        self._retire_ended(finishes)
+
+    def _retire_ended(self, finishes: Sequence[Finish]) -> None:
+        for finish in finishes:
+            stream = self._live.get(finish.request_id)
             if stream is not None and stream.is_finished:
                 self._retire(stream, finish.reason)
             elif stream is None and finish.request_id in self._leaving:

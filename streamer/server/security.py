@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from streamer.config import Config
 from streamer.errors import (
+    ClientLeft,
     Forbidden,
     InvalidRequest,
     NotAuthenticated,
@@ -32,6 +33,7 @@ from streamer.errors import (
 from streamer.server.admission import TENANT, Header, digest
 from streamer.server.errors import error_answer
 from streamer.server.tickets import Tickets, take_tickets
+from streamer.server.transport.stuck import REFUSAL
 
 MAX_BODY_BYTES: Final = 4 << 20
 MAX_COMING_BYTES: Final = 64 << 20  # of all bodies that have begun and not ended, beyond FREE_BYTES
@@ -240,7 +242,7 @@ class Bodies:
                 coming = _Coming(patience)
                 self._coming[coming] = None
                 try:
-                    return await self._read(request.receive, limit, coming)
+                    return await self._read(request, limit, coming)
                 finally:
                     self._forget(coming)
         except TimeoutError:
@@ -258,13 +260,14 @@ class Bodies:
         finally:
             self._used[tenant] -= num_bytes
 
-    async def _read(self, receive: Receive, limit: int, coming: _Coming) -> bytes:
+    async def _read(self, request: Request, limit: int, coming: _Coming) -> bytes:
         parts: list[bytes] = []
         size = 0
         while True:
-            message = await receive()
+            message = await request.receive()
             if message["type"] != "http.request":
-                raise StreamerError("the client left while sending its body", code="client_left")
+                answered = request.scope.get("extensions", {}).get(REFUSAL)
+                raise answered or ClientLeft("the client left while sending its body")
             part: bytes = message.get("body", b"")
             size += len(part)
             if size > limit:

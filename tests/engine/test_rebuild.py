@@ -6,13 +6,16 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from streamer.core.plan import Cancel, NoticeKind, Plan, StepResult
+from streamer.core.plan import STEP_FAILED, Cancel, FinishReason, NoticeKind, Plan, StepResult
 from streamer.core.recovery.trials import Verdict
 from streamer.engine.core import MAX_REBUILDS, REBUILDS_S, InFlight, Rebuilds
 from streamer.engine.engine import AsyncEngine
+from streamer.engine.refusals import STEERED
 from streamer.engine.stream import TokenStream
 from streamer.errors import EngineDead, RequestFailed
 from streamer.fake.model import FakeRunner
@@ -61,7 +64,7 @@ class Faulty(Wrapped):
 
 
 def faulty_engine(
-    fails: Fails, *, depth: int = 0, is_late: bool = False, **settings: int
+    fails: Fails, *, depth: int = 0, is_late: bool = False, **settings: Any
 ) -> tuple[AsyncEngine, list[Faulty]]:
     runners: list[Faulty] = []
 
@@ -130,6 +133,25 @@ async def test_a_reader_sees_a_pause_and_no_error(depth: int, is_late: bool) -> 
         (whole,) = await answers([engine.submit(request(20))])
         assert text == whole
         assert stream.finishes[0] is not None
+
+
+async def test_a_failure_keeps_its_reason_in_the_journal_and_out_of_it(tmp_path: Path) -> None:
+    """Also where its client was about to cut it off."""
+
+    def fails(plan: Plan, names: set[str]) -> Exception | None:
+        return ValueError("odd") if "bad" in names else None
+
+    engine, _ = faulty_engine(fails, journal=str(tmp_path))
+    async with engine:
+        streams = []
+        for is_durable in (False, True):
+            stream = engine.submit(request(9, request_id="bad", is_durable=is_durable))
+            stream.cut_off_by = STEERED
+            await asyncio.wait_for(stream.wait(), DEADLINE_S)
+            streams.append(stream)
+            engine.forget("bad")
+    found = [(f.reason, f.detail) for s in streams for f in s.finishes if f is not None]
+    assert found == [(FinishReason.FAILED, STEP_FAILED)] * 2
 
 
 @WAYS

@@ -2,7 +2,7 @@
 
 The ways: `cancel(id)`, `response.cancel`, closing an SSE connection, closing a socket with
 `--detach-timeout 0`. Each ends the request, and frees all its blocks in both pools. A gate in
-front of the fake model stops a prefill, or the copies of a swap, until the cancel has come.
+front of the model stops a prefill, or the copies of a swap, until the cancel has come.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ import pytest
 
 from streamer.config import SpeculativeConfig
 from streamer.constraints.grammars import Grammars
+from streamer.constraints.masks import Constraint
 from streamer.core.plan import Facts, FinishReason, Plan, StepResult
 from streamer.core.sampling import SamplingParams
 from streamer.core.sizes import ModelInfo
 from streamer.engine.core import InFlight, Owner, Runner
 from streamer.engine.engine import AsyncEngine, GenerateRequest, TokenStream
-from tests.server.responses.test_socket import dial, receive, send
+from tests.server.responses.test_socket import dial, receive, send, until
 from tests.server.support.running import BUNDLED, DEADLINE_S, Running
 
 PROMPT_TOKENS = 300
+CROWD = 65  # every token of the prompts of other requests
 LONG: dict[str, Any] = {"max_tokens": 250, "ignore_eos": True}
 WAYS = ("cancel(id)", "response.cancel", "closing SSE", "closing the socket")
 # State, and GiB of host pool: without a host pool a preempted request is recomputed.
@@ -46,14 +48,33 @@ ROOMY = {"max_num_seqs": 4, "num_gpu_blocks_override": 72}
 SERVERS: dict[str, dict[str, Any]] = {
     "fake": {"model": "fake:tokens_per_s=200"},
     "bundled": {**BUNDLED, "num_gpu_blocks_override": 40},
-    "features": {**BUNDLED, **ROOMY, "speculative_config": SpeculativeConfig(method="suffix")},
+    "features": {
+        **BUNDLED,
+        **ROOMY,
+        "speculative_config": SpeculativeConfig(method="suffix"),
+        "tool_call_parser": "hermes",
+    },
 }
+# Their decodes are slowed down, or are over too soon; such a server finds that drafts do not pay.
+SLOWED = ("waiting", "decoding")
+SERVERS["slowed"] = SERVERS["features"]
+DRAFTS = "streamer_spec_decode_num_drafts_total"
 # Of a request; its prompt, one letter over and over, is what speculation goes on with.
 FEATURES: dict[str, dict[str, Any]] = {
     "speculation": {},
     "choices": {"n": 2},
     "beams": {"use_beam_search": True, "beam_width": 2},
     "grammar": {"structured_outputs": {"regex": "[a-z ]{900}"}},
+}
+TEXT = {"type": "object", "properties": {"a": {"type": "string", "minLength": 900}}}
+TOOL = {"type": "function", "name": "f", "parameters": {**TEXT, "required": ["a"]}}
+# Of a response on a socket; a fork's and a steer's answer follow one that was begun before.
+ON_SOCKETS: dict[str, dict[str, Any]] = {
+    "speculation": {},
+    "grammar": FEATURES["grammar"],
+    "calls": {"tools": [TOOL], "tool_choice": "required"},
+    "fork": {},
+    "steer": {},
 }
 
 
@@ -65,6 +86,7 @@ class Gate:
         self._is_open = threading.Event()
         self._is_open.set()
         self._stops = ""
+        self.late: tuple[int, ...] = ()  # rows whose masks are not there
         self._copies_done = 0
 
     @property
@@ -72,7 +94,8 @@ class Gate:
         return self._inner.depth
 
     def close_for(self, what: str) -> None:
-        """Stop every prefill after its first chunk ("prefill"), or all swaps ("copies")."""
+        """Stop every prefill after its first chunk ("prefill") or all swaps ("copies"), or slow
+        steps without a chunk down ("decode")."""
         self._stops = what
         self._is_open.clear()
 
@@ -93,6 +116,8 @@ class Gate:
             def collect(self) -> StepResult:
                 if is_prefill and gate._stops == "prefill":
                     gate._is_open.wait(DEADLINE_S)
+                elif gate._stops == "decode" and not plan.chunks:
+                    gate._is_open.wait(0.1)
                 elif not plan.num_rows:  # it waits for copies, and looks for commands meanwhile
                     gate._is_open.wait(0.005)
                 return in_flight.collect()
@@ -101,6 +126,7 @@ class Gate:
 
     def facts(self) -> Facts:
         facts = self._inner.facts()
+        self.late = facts.late
         if self._is_open.is_set() or self._stops != "copies":
             self._copies_done = facts.copies_done
         return msgspec.structs.replace(facts, copies_done=self._copies_done)
@@ -113,6 +139,7 @@ class Gated(Running):
     """A server over the gate; a cancel that reached the engine opens it."""
 
     gate: Gate
+    steered = ""  # its cancel opens nothing
 
     def build(self) -> AsyncEngine:
         engine = super().build()
@@ -125,7 +152,8 @@ class Gated(Running):
 
         def cancel_and_open(request_id: str) -> None:
             cancel(request_id)
-            self.gate.open()
+            if request_id != self.steered:
+                self.gate.open()
 
         engine._load = load_gated
         engine.cancel = cancel_and_open  # type: ignore[method-assign]
@@ -167,24 +195,46 @@ class OverSse:
 
 
 class OverSocket:
-    """A response over WebSocket, ended by an event or by closing the socket."""
+    """A response over WebSocket, ended by an event or by closing the socket.
 
-    def __init__(self, server: Running, exits: contextlib.ExitStack, is_closing: bool) -> None:
+    before  called when there is nothing left to do but to begin the response
+    """
+
+    def __init__(
+        self,
+        server: Gated,
+        exits: contextlib.ExitStack,
+        is_closing: bool,
+        feature: str = "",
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
         self._is_closing = is_closing
         self._socket = exits.enter_context(dial(server, "streamer.v1.json"))
         receive(self._socket)
-        send(
-            self._socket,
-            "response.create",
-            input="x" * PROMPT_TOKENS,
-            max_output_tokens=LONG["max_tokens"],
-        )
-        while (event := receive(self._socket))["type"] != "response.created":
-            pass
-        self._response_id = event["response"]["id"]
+        body: dict[str, Any] = {"input": "x" * PROMPT_TOKENS, "ignore_eos": True}
+        body |= {"max_output_tokens": LONG["max_tokens"], **ON_SOCKETS.get(feature, {})}
+        if feature == "fork":
+            send(self._socket, "response.create", **{**body, "max_output_tokens": 4})
+            name = until(self._socket, "response.incomplete")[-1]["response"]["id"]
+            del body["input"]
+            body |= {"previous_response_id": name, "fork": {"at": 2}}
+        if feature == "steer":
+            send(self._socket, "response.create", **body)
+            server.steered = until(self._socket, "response.created")[-1]["response"]["id"]
+            self.read()
+            before()
+            named = {"previous_response_id": server.steered, "input": "y"}
+            send(self._socket, "response.steer", **named)
+        else:
+            before()
+            send(self._socket, "response.create", **body)
+        created = until(self._socket, "response.created")[-1]
+        self._response_id = created["response"]["id"]
+        if feature == "fork":
+            self.read()  # the text that it begins with
 
     def read(self) -> None:
-        while receive(self._socket)["type"] != "response.output_text.delta":
+        while not receive(self._socket)["type"].endswith(".delta"):
             pass
 
     def cancel(self) -> None:
@@ -205,15 +255,15 @@ def live(server: Running) -> list[TokenStream]:
 
 
 def subject(server: Running) -> TokenStream:
-    """The client's request: its prompt has the 300 tokens, and what a template adds."""
-    (stream,) = (s for s in live(server) if PROMPT_TOKENS <= s.num_prompt_tokens < 400)
+    """The client's request: the only one that is not of the crowd."""
+    (stream,) = (s for s in live(server) if set(s.prompt) != {CROWD})
     return stream
 
 
 def crowd(server: Running, num_tokens: int) -> TokenStream:
     """Another request, which runs until it is cancelled."""
     request = GenerateRequest(
-        prompt=(65,) * num_tokens,
+        prompt=(CROWD,) * num_tokens,
         params=SamplingParams(max_tokens=100, ignore_eos=True),
         detach_s=None,
     )
@@ -333,8 +383,63 @@ def test_cancel_of_each_feature(
         others = reach(server, state, client)
         stream = subject(server)
         if feature == "speculation" and state == "decoding":
-            drafts = "streamer_spec_decode_num_drafts_total"
-            wait_until(server, lambda: server.metric(drafts) > 0, "nothing was proposed")
+            wait_until(server, lambda: server.metric(DRAFTS) > 0, "nothing was proposed")
         client.cancel()
         wait_until(server, lambda: stream.is_finished, "not cancelled")
     ended(server, others, stream)
+
+
+@pytest.mark.parametrize("way", ["response.cancel", "closing the socket"])
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("feature", ON_SOCKETS)
+def test_cancel_on_a_socket(
+    pressed: Callable[[str, float], Gated], feature: str, state: str, way: str
+) -> None:
+    server = pressed("slowed" if state in SLOWED else "features", STATES[state])
+    others: list[TokenStream] = []
+
+    def before() -> None:
+        if state == "waiting":  # a steered response leaves a row, which the last of these takes
+            num_rows = server.config.max_num_seqs - (feature == "steer")
+            others.extend(crowd(server, 20) for _ in range(server.config.max_num_seqs))
+            wait_until(server, lambda: sum(o.is_started for o in others) >= num_rows, "not full")
+        if state in SLOWED:
+            server.gate.close_for("decode")
+        elif state == "prefilling":
+            server.gate.close_for("prefill")
+
+    with contextlib.ExitStack() as exits:
+        client = OverSocket(server, exits, way.startswith("closing"), feature, before)
+        others += reach(server, state, client)
+        stream = subject(server)
+        client.cancel()
+        wait_until(server, lambda: stream.is_finished, "not cancelled")
+    ended(server, others, stream)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_cancel_does_not_wait_for_a_mask(
+    pressed: Callable[[str, float], Gated], monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    server, may_fill = pressed("features", 0.0), threading.Event()
+    advance = Constraint.advance
+
+    def held(row: Constraint) -> Any:
+        if threading.current_thread().name.startswith("streamer-masks"):
+            assert may_fill.wait(DEADLINE_S)
+        return advance(row)
+
+    with contextlib.ExitStack() as exits:
+        exits.callback(may_fill.set)
+        if "socket" in way or way == "response.cancel":
+            client: Client = OverSocket(server, exits, way.startswith("closing"), "grammar")
+        else:
+            client = OverSse(server, exits, way.startswith("closing"), **FEATURES["grammar"])
+        client.read()
+        monkeypatch.setattr(Constraint, "advance", held)
+        stream = subject(server)
+        wait_until(server, lambda: bool(server.gate.late), "its mask is not late")
+        client.cancel()
+        wait_until(server, lambda: stream.is_finished, "not cancelled")
+        assert not may_fill.is_set()
+    ended(server, [], stream)

@@ -1,4 +1,4 @@
-"""Over a journal, a client sees nothing of a request that is not on disk yet."""
+"""Over a journal, a client sees neither a request nor a cancelled end that is not on disk yet."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from websockets.sync.client import connect
 
 from streamer.engine.journal.store import Store
+from tests.server.responses.test_socket import dial, send, until
 from tests.server.support.counting import CHAT
 from tests.server.support.running import DEADLINE_S, Running
 
@@ -81,3 +82,34 @@ def test_the_first_event_waits_for_the_disk(
     client.join(DEADLINE_S)
     assert found
     assert FULL in disk.synchronous
+
+
+@pytest.mark.parametrize("kind", ["response.cancel", "response.steer"])
+def test_a_cancelled_end_waits_for_the_disk(
+    server_with: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    server = server_with(model="fake:tokens_per_s=500", journal=str(tmp_path))
+    disk = Disk(monkeypatch)
+    disk.may_answer.set()
+    events: list[Any] = []
+    with dial(server, "streamer.v1.json") as socket:
+        send(socket, "response.create", **{**BODY, "max_output_tokens": 5000})
+        events += until(socket, "response.output_text.delta")
+        name = next(e["response"]["id"] for e in events if "response" in e)
+        disk.may_answer.clear()
+        del disk.synchronous[:]
+        is_steer = kind == "response.steer"
+        named = {"previous_response_id": name, "input": "x"} if is_steer else {"response_id": name}
+        send(socket, kind, **named)
+        # it has ended in the scheduler: its blocks are free
+        server.wait_metric('streamer_blocks{pool="device",state="used"}', 0)
+        assert not server.on_loop(is_finished(server, name))
+        disk.may_answer.set()
+        final = until(socket, "response.incomplete")[-1]["response"]
+    assert final["status"] == ("incomplete" if is_steer else "cancelled")
+    assert FULL in disk.synchronous
+
+
+async def is_finished(server: Running, name: str) -> bool:
+    found: bool = server.engine.get(name).is_finished
+    return found

@@ -18,6 +18,7 @@ import httpx
 import jsonschema
 import pytest
 
+from streamer.core.plan import GAVE_UP
 from streamer.core.sampling import SamplingParams
 from tests.constraints.test_masks import CHECKED, schema
 from tests.server.support.running import BUNDLED, Running
@@ -148,10 +149,10 @@ async def test_bombs_of_sixteen_clients_leave_their_neighbour_alone(tight: Runni
     beside, *answers = await posted(tight, [neighbour, *bodies])
     assert beside.json()["choices"] == alone.json()["choices"]
     for body, answer in zip(bodies, answers, strict=True):
-        assert answer.status_code in (200, 400, 500), (body, answer.text)
+        assert answer.status_code in (200, 400), (body, answer.text)
         if answer.status_code == 400:
-            assert answer.json()["error"]["param"].startswith("structured_outputs.")
-        elif answer.status_code == 500:  # its matcher gave up: no text that is cut passes for whole
-            assert "the answer's grammar" in answer.json()["error"]["message"]
+            error = answer.json()["error"]
+            has_begun = error["message"].startswith(GAVE_UP)  # its matcher gave up midway
+            assert has_begun or error["param"].startswith("structured_outputs.")
     assert resident_bytes() - before < 600 << 20
     tight.wait_idle()

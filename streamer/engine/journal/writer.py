@@ -39,6 +39,8 @@ MAX_BATCH: Final = 1000  # of what happened, in one transaction
 MAX_BEHIND: Final = 20_000  # what the disk has not taken yet: minutes of steps
 WAIT_S: Final = 10.0  # for the disk, before a request is accepted without it
 RETRY_S: Final = 10.0  # between attempts to delete, after the disk has failed
+# Ends that a restart would not come to again.
+NOT_DRAWN: Final = (FinishReason.CANCELLED, FinishReason.FAILED)
 
 log = logging.getLogger(__name__)
 # What to do, a step, an id to forget, a future to set when all before is on disk, None: close
@@ -135,7 +137,7 @@ class Journal:
         where that would be another end.
         """
         if self.failure is not None:
-            if any(f is None or f.reason in _NOT_DRAWN for f in stream.finishes):
+            if any(f is None or f.reason in NOT_DRAWN for f in stream.finishes):
                 self.forget(stream.request_id)
             return
         error = None if stream.error is None else stream.error.message
@@ -386,9 +388,6 @@ class Journal:
     def _tell(self, method: Callable[..., None], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has closed
             self._loop.call_soon_threadsafe(method, *args)
-
-
-_NOT_DRAWN: Final = (FinishReason.CANCELLED, FinishReason.FAILED)
 
 
 def _nothing() -> Step:

@@ -363,6 +363,16 @@ class ChatAnswer:
         """That of its events."""
         return SSE_WITH_IDS if self._has_ids else SSE
 
+    @property
+    def cursors(self) -> list[int]:
+        """Tokens of each choice that the reader has."""
+        return [max(0, number - 1) for number in self._numbers]
+
+    @property
+    def begins_at(self) -> list[int]:
+        """The cursors from which deltas are needed."""
+        return self.cursors
+
     def opening(self) -> bytes:
         """One role chunk a choice; the first brings seed and prompt token ids."""
         parts = []

@@ -49,14 +49,25 @@ class ParsedChatAnswer(ChatAnswer):
     def __init__(self, parsing: Parsing, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._parsing = parsing
-        self._parsers = [self._parser_at(i, number) for i, number in enumerate(self._numbers)]
+        self._parsers = [parsing.parser() for _ in self._numbers]
+        self._seen = self.cursors
         self._places = [(place, 0) for place in self._stream.places()]  # and tokens followed
+
+    @property
+    def begins_at(self) -> list[int]:
+        """The first token: the parser needs the text that the reader has too.
+
+        All of it is here only once it was drawn again, after a restart that lost the last tokens.
+        """
+        return [0] * self._n
 
     def deltas(self, source: int, deltas: Sequence[Delta]) -> bytes:
         """The chunks of the deltas of one step or several."""
         parts = []
         for d in deltas:
             parser, choice = self._parsers[d.choice], d.choice
+            if d.start < self._seen[choice]:
+                d = self._beyond_seen(d)
             events = parser.feed(d.text)
             number = 1 + d.start + len(d.token_ids)
             if d.finish is not None:
@@ -73,13 +84,19 @@ class ParsedChatAnswer(ChatAnswer):
                     parts.append(self._finish_frame(choice, d.finish, last, parser))
         return b"".join(parts)
 
-    def _parser_at(self, choice: int, number: int) -> AnyParser:
-        """A parser of the text that a reader with the events up to this number has."""
-        parser = self._parsing.parser()
-        num_tokens = min(max(0, number - 1), len(self._stream.token_ids(choice)))
-        if num_tokens:
-            parser.feed(self._stream.text_before(num_tokens, choice))
-        return parser
+    def _beyond_seen(self, d: Delta) -> Delta:
+        """What the reader does not have of a delta; the parser is fed the rest."""
+        seen = min(self._seen[d.choice], d.start + len(d.token_ids))
+        num, text = seen - d.start, self._stream.text_before(seen, d.choice)
+        text = text[len(self._stream.text_before(d.start, d.choice)) :]
+        self._parsers[d.choice].feed(text)
+        return msgspec.structs.replace(
+            d,
+            start=seen,
+            token_ids=d.token_ids[num:],
+            text=d.text[len(text) :],
+            logprobs=d.logprobs and d.logprobs[num:],
+        )
 
     def _event_frame(self, d: Delta, events: Sequence[Event]) -> bytes:
         choice = ChunkChoice(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from streamer.core.plan import Finish, FinishReason, TokenLogprob
+from streamer.core.plan import GAVE_UP, Finish, FinishReason, TokenLogprob
 from streamer.core.sampling import PARAMETERS, Grammar, Parameter, SamplingParams, params_over
 from streamer.engine.refusals import SHUTDOWN, cut_off
 from streamer.engine.requests import MAX_PRIORITY
@@ -399,7 +399,10 @@ def failure(finish: Finish) -> StreamerError | None:
     if finish.reason is FinishReason.CANCELLED:
         return RequestFailed("the request was cancelled", code="cancelled")
     if finish.reason is FinishReason.FAILED:
-        return RequestFailed(finish.detail or "the request failed in a step")
+        detail = finish.detail or "the request failed in a step"
+        if detail.startswith(GAVE_UP):
+            return InvalidRequest(detail, code="unsupported_grammar")
+        return RequestFailed(detail)
     return None
 
 

@@ -12,6 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any, Final, Generic, TypeVar, Union, get_args, get_type_hints
 
 import msgspec
@@ -287,9 +288,15 @@ def missing_field(text: str) -> str | None:
     return match[1] if match else None
 
 
+@cache
+def _type_info(kind: Any) -> inspect.Type:
+    """msgspec's, which takes milliseconds of the loop for a body's type; there are few."""
+    return inspect.type_info(kind)
+
+
 def _accepted(kind: Any, path: str) -> set[Any]:
     """The values that a field takes, where its type lists them: of literals and of tags."""
-    found: list[inspect.Type] = [inspect.type_info(kind)]
+    found: list[inspect.Type] = [_type_info(kind)]
     for step in _STEP.finditer(path):
         found = [inner for each in found for inner in _inside(each, step[1])]
     values: set[Any] = set()

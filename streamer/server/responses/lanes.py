@@ -81,6 +81,8 @@ class Attached(msgspec.Struct, eq=False):
 
     steers     input for the response that follows when this one has ended
     is_behind  the reader starts on tokens that were computed earlier
+    num_made   output tokens whose events have been made
+    number     the highest sequence number that the client acknowledged; -1: none
     """
 
     stream: TokenStream
@@ -90,6 +92,27 @@ class Attached(msgspec.Struct, eq=False):
     settings: Settings
     steers: list[Steer] = []
     is_behind: bool = False
+    num_made: int = 0
+    number: int = -1
+
+    def acknowledge(self, number: int) -> None:
+        """Consumed up to this number; after the newest event, what had no event is consumed too."""
+        self.number = max(self.number, number)
+        num = self.events.tokens_at(number)
+        if number >= self.events.number:
+            num = max(num, self.num_made)
+        self.stream.acknowledge(self.reader, num)
+
+    def made(self, deltas: Sequence[Delta], events: Sequence[Event]) -> None:
+        """These events were made of these tokens.
+
+        Of special tokens, and of what a parser holds back, there are none, so that the client could
+        never acknowledge them: a run of them beyond the window would pause the response for ever.
+        """
+        if deltas:
+            self.num_made = deltas[-1].start + len(deltas[-1].token_ids)
+        if not events and 0 <= self.events.number <= self.number:
+            self.stream.acknowledge(self.reader, self.num_made)
 
 
 def cancelled(pending: PendingCreate) -> ResponseEvent:
@@ -201,7 +224,7 @@ class Lanes:
         """response.ack: consumed up to this number; ignored for a response not attached here."""
         for a in self._attached:
             if a.stream.request_id == response_id:
-                a.stream.acknowledge(a.reader, a.events.tokens_at(number))
+                a.acknowledge(number)
 
     def steer(self, event: SteerEvent, size: int, decode: steering.Decode) -> None:
         """response.steer: end the response at the next token, and continue with this input."""
@@ -437,6 +460,7 @@ class Lanes:
             notices = [item for item in items if isinstance(item, Notice)]
             return self._send_news(attached, notices, deltas, is_split, is_paced)
         events = attached.events.deltas(deltas)
+        attached.made(deltas, events)
         for i, event in enumerate(events):
             work = self._write(event)
             if work is not None:
@@ -463,5 +487,6 @@ class Lanes:
         for some in portions(stream, deltas, is_split):
             build, size = partial(events.deltas, some), num_entries(stream, some)
             built = await self._service.built(build, size, self._scope) if is_paced else build()
+            attached.made(some, built)
             for event in built:
                 await self._send(event)

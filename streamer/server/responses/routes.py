@@ -213,12 +213,14 @@ class ResponseRoutes:
                 f"number is like 3.5",
                 param="starting_after",
             )
+        answer = chat_answer(self._service, stream, after)
+        stream.cursors_at(answer.cursors)  # raises for a number that was never sent
         self._service.metrics.resumed("finished" if stream.is_finished else "live")
         return EventStream(
             self._service,
-            chat_answer(self._service, stream, after),
+            answer,
             [stream],
-            after=[max(0, n - 1) for n in after],
+            after=answer.begins_at,
             is_split=cursor is None,
         )
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 import msgspec
 
-from streamer.core.plan import FinishReason
+from streamer.core.plan import GAVE_UP, FinishReason
 from streamer.engine.refusals import RESTART, SHUTDOWN
+from streamer.errors import InvalidRequest
 from streamer.server.telemetry.logs import Line
 
 if TYPE_CHECKING:
@@ -145,8 +146,10 @@ class Record:
         streams = self.streams
         error = next((s.error for s in streams if s.error is not None), None)
         reason = min((_reason(s) for s in streams), key=WORST_FIRST.index)
-        status = error.status if error is not None else STATUS.get(reason, 200)
         detail = next((f.detail for s in streams for f in s.finishes if f and f.detail), None)
+        status = error.status if error is not None else STATUS.get(reason, 200)
+        if reason == "failed" and detail is not None and detail.startswith(GAVE_UP):
+            status = InvalidRequest.status
         show = self._prompts
         return Finished(
             id=streams[0].request_id,

@@ -28,7 +28,7 @@ from streamer.server.transport.loop_turn import (
     Turn,
     TurnTransport,
 )
-from streamer.server.transport.stuck import ABORT
+from streamer.server.transport.stuck import ABORT, REFUSAL
 
 MAX_HEAD_BYTES: Final = 64 << 10
 MAX_TARGET_BYTES: Final = 8 << 10  # a query of 64 KiB takes 30 ms to parse
@@ -222,7 +222,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             raise _Stop
         if version not in ("1.0", "1.1"):
             error = InvalidRequest(f"HTTP/{version} is not spoken here", code="invalid_http")
-            self._stop(b"505 HTTP Version Not Supported", error)
+            # 0.9 is also what the parser calls a line without a version
+            is_http = version != "0.9"
+            self._stop(b"505 HTTP Version Not Supported" if is_http else b"400 Bad Request", error)
         if is_offered and self.parser.get_method() == b"CONNECT":  # upgrades without a header
             error = InvalidRequest("this is no proxy: it has no CONNECT", code="invalid_http")
             self._stop(b"501 Not Implemented", error)
@@ -379,7 +381,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Refuse the request that is being answered, for its body."""
         is_begun = cycle.response_started and not cycle.response_complete
         if not cycle.response_started and self._refusal is not None:
-            self._answer(*self._refusal)
+            self._answer(*self._refusal, to=cycle)
         cycle.disconnected = True
         cycle.message_event.set()
         if is_begun:
@@ -387,7 +389,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.transport.close()
         self._connection.write_eof()
 
-    def _answer(self, status: bytes, error: StreamerError) -> None:
+    def _answer(
+        self, status: bytes, error: StreamerError, to: RequestResponseCycle | None = None
+    ) -> None:
+        """Answer by itself; `to` is the request, where the application reads it."""
+        if to is not None:
+            error.status = int(status[:3])
+            to.scope["extensions"][REFUSAL] = error  # type: ignore[assignment]
         body, more = error_body(error), b""
         if isinstance(error, Overloaded):
             more = b"retry-after: %d\r\n" % math.ceil(error.retry_after_s)
@@ -436,7 +444,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             return
         if not (cycle.response_started or is_closing):
             says = f"the body did not come within {BODY_TIMEOUT_S:.0f} s"
-            self._answer(b"408 Request Timeout", InvalidRequest(says, code="request_timeout"))
+            error = InvalidRequest(says, code="request_timeout")
+            self._answer(b"408 Request Timeout", error, to=cycle)
         cycle.disconnected = True
         cycle.message_event.set()
         self._connection.end_request()

@@ -15,6 +15,9 @@ from typing import Final
 from starlette.types import Scope
 
 ABORT: Final = "streamer.abort"  # in scope["extensions"]: drops the connection, buffers and all
+# In scope["extensions"], once the protocol has answered by itself, for its body, a request that
+# the application reads: the error of that answer.
+REFUSAL: Final = "streamer.refusal"
 
 
 def _nothing() -> None:

@@ -12,8 +12,11 @@ from typing import Any, Final, cast
 
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.datastructures import Headers
 from websockets.exceptions import ProtocolError, SecurityError
+from websockets.extensions import Extension
 from websockets.frames import Frame, Opcode
+from websockets.headers import parse_extension
 from websockets.http11 import Request, Response
 from websockets.protocol import OPEN
 from websockets.server import ServerProtocol
@@ -58,8 +61,9 @@ class FrameBudget:
 class Frames(ServerProtocol):
     """websockets' protocol, with a budget of frames.
 
-    The refusal of a handshake of another version names ours (RFC 6455, 4.4), and a close may come
-    inside a fragmented message (5.4).
+    The refusal of a handshake of another version names ours (RFC 6455, 4.4), a close may come
+    inside a fragmented message (5.4), and every extension is declined, but for a list that is none,
+    which fails the handshake (9.1).
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, **settings: Any) -> None:
@@ -82,6 +86,12 @@ class Frames(ServerProtocol):
             response.headers["Upgrade"] = "websocket"
             response.headers["Sec-WebSocket-Version"] = VERSION
         return response
+
+    def process_extensions(self, headers: Headers) -> tuple[None, list[Extension]]:
+        """Decline the offers: InvalidHandshake if they can't be parsed."""
+        for offers in headers.get_all("Sec-WebSocket-Extensions"):
+            parse_extension(offers)
+        return None, []
 
     def recv_frame(self, frame: Frame) -> None:
         """Count a frame, then pass it to websockets; ProtocolError ends the parser."""

@@ -410,3 +410,14 @@ def test_what_is_kept_of_a_body_beside_its_prompt_is_bounded(
     with pytest.raises(InvalidRequest) as refused:
         decode(kind, **fields)
     assert param in str(refused.value.param)
+
+
+def test_a_refusal_looks_through_the_types_of_a_body_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes milliseconds of the loop, and a bad body costs its sender nothing."""
+    looked: list[Any] = []
+    type_info = msgspec.inspect.type_info
+    monkeypatch.setattr(msgspec.inspect, "type_info", lambda k: (looked.append(k), type_info(k))[1])
+    for content in (1, 2, 3):
+        with pytest.raises(InvalidRequest):
+            decode("chat", messages=[{"role": content}])
+    assert len(looked) <= 1

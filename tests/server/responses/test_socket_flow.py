@@ -73,6 +73,24 @@ def test_bundled_acks_hold_the_story_back_and_it_is_whole(bundled: Running) -> N
     assert events[-1]["response"]["output"][0]["content"][0]["text"] == expected
 
 
+def test_tokens_without_an_event_count_as_consumed_after_the_newest_ack(server_with: Any) -> None:
+    answer = f"Say {'a' * 80} and go on"  # the middle is held back: it may become the stop string
+    server = server_with(script=[{"answer": answer}], pause_timeout=3.0)
+    with dial(server, JSON) as socket:
+        receive(socket)
+        send(socket, "session.update", window=16)
+        send(socket, "response.create", input="Say", max_output_tokens=200, stop=["a" * 90])
+        events = until(socket, "response.created")
+        response_id = events[-1]["response"]["id"]
+        while events[-1]["type"] not in (*FINAL, "error"):
+            events.append(receive(socket))
+            if events[-1]["type"] == "response.output_text.delta":
+                number = events[-1]["sequence_number"]
+                send(socket, "response.ack", response_id=response_id, sequence_number=number)
+    assert events[-1]["type"] == "response.completed", events[-1]
+    assert "".join(e.get("delta", "") for e in events) == answer
+
+
 PAUSES = ("response.paused", "response.preempted")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from typing import Any
 
 import pytest
@@ -49,6 +50,35 @@ def test_a_body_that_can_not_be_read_is_answered(server: Running, request_: byte
     assert head.split()[1] == b"400"
     assert b"connection: close" in head
     assert json.loads(body)["error"]["code"] == "invalid_http"
+
+
+@pytest.mark.parametrize(
+    ("rest", "code"),
+    [(b"-5\r\n", "400 invalid_http"), (None, "499 client_left"), (b"", "408 request_timeout")],
+    ids=["malformed", "left", "slow"],
+)
+def test_a_body_that_does_not_come_whole_is_logged_as_it_was_answered(
+    server: Running,
+    rest: bytes | None,
+    code: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """All of them were a 500, `client_left`."""
+    if rest == b"":
+        monkeypatch.setattr(protocol, "BODY_TIMEOUT_S", 0.1)
+    status, name = code.split()
+    counted = f'streamer_requests_refused_total{{code="{name}"}}'
+    before = server.metric(counted)
+    with caplog.at_level(logging.INFO, "streamer.refused"), dial(server) as raw:
+        raw.sendall(CHUNKED + b"5\r\n12345\r\n")
+        if rest is None:
+            raw.close()
+        else:
+            raw.sendall(rest)
+            assert statuses_of(read_to_end(raw)) == [status.encode()]
+        server.wait_metric(counted, before + 1)
+    assert f"status={status} code={name}" in caplog.records[-1].getMessage()
 
 
 def test_a_refusal_reaches_a_client_that_sends_on(server: Running) -> None:
@@ -141,10 +171,13 @@ def test_a_target_that_is_none_is_refused(server: Running, before: list[bytes]) 
     assert statuses_of(answers) == [*before, b"400"]
 
 
-@pytest.mark.parametrize("version", [b"0.9", b"2.0"])
-def test_other_versions_are_refused(server: Running, version: bytes) -> None:
-    answers = answer_to(server, NEXT + NEXT.replace(b"1.1", version))
-    assert statuses_of(answers) == [b"200", b"505"]
+@pytest.mark.parametrize(
+    ("version", "status"), [(b" HTTP/0.9", b"400"), (b"", b"400"), (b" HTTP/2.0", b"505")]
+)
+def test_other_versions_are_refused(server: Running, version: bytes, status: bytes) -> None:
+    """A line without one is a bad request, no fault of the server's."""
+    answers = answer_to(server, NEXT + NEXT.replace(b" HTTP/1.1", version))
+    assert statuses_of(answers) == [b"200", status]
 
 
 def test_a_trailer_without_end_is_refused(server: Running) -> None:

@@ -16,6 +16,7 @@ import uvicorn
 from uvicorn.server import ServerState
 from websockets.frames import Frame, Opcode
 from websockets.protocol import State
+from websockets.sync.client import connect
 
 from streamer.loadtest.attacks.attackers import frame as client_frame
 from streamer.server.transport import websocket as websocket_protocol
@@ -30,13 +31,19 @@ HANDSHAKE = (
 )
 
 
-def opened(server: Running) -> socket.socket:
+def answered(server: Running, *headers: bytes) -> tuple[socket.socket, bytes]:
+    """A handshake with these headers too, and the head of its answer."""
     host, port = server.url.removeprefix("http://").split(":")
     raw = socket.create_connection((host, int(port)), timeout=20)
-    raw.sendall(HANDSHAKE)
+    raw.sendall(b"\r\n".join((HANDSHAKE[:-4], *headers, b"", b"")))
     got = b""
     while not got.endswith(b"\r\n\r\n"):
         got += raw.recv(1)
+    return raw, got
+
+
+def opened(server: Running) -> socket.socket:
+    raw, got = answered(server)
     assert b" 101 " in got
     return raw
 
@@ -244,10 +251,10 @@ CONFORMANCE = {
     "a reason of many bytes a letter": (close(1000, "\N{EURO SIGN}".encode() * 41), 1000),
     "a code of one byte": (raw_frame(0x88, b"\x03"), 1002),
     **{f"code {n}": (close(n), 1002) for n in (0, 999, 1004, 1005, 1006, 1015, 2999, 5000)},
+    **{f"code {n}": (close(n), n) for n in (1001, 1003, 1007, 1011, 1014, 3000, 4999)},
     "a reason that is no text": (close(1000, b"\xff"), 1007),
     "a close of 126 bytes": (client_frame(8, b"\x03\xe8" + b"x" * 124), 1002),
     "a close in fragments": (raw_frame(8, b"\x03\xe8"), 1002),
-    "a reserved bit": (raw_frame(0xC1, b"{}"), 1002),
     "a second reserved bit": (raw_frame(0xA1, b"{}"), 1002),
     "a third reserved bit": (raw_frame(0x91, b"{}"), 1002),
     "a reserved bit of a ping": (raw_frame(0xC9), 1002),
@@ -258,6 +265,12 @@ CONFORMANCE = {
     "a message in a message": (raw_frame(1, b"{") + raw_frame(1, b"}"), 1002),
     "a letter cut off": (raw_frame(1, b"\xe2\x82") + raw_frame(0x80), 1007),
     "a letter cut by another": (raw_frame(1, b"\xe2\x82") + raw_frame(0x80, b"A"), 1007),
+    "half of a surrogate pair": (raw_frame(0x81, b"\xed\xa0\x80"), 1007),
+    "a letter longer than it need be": (raw_frame(0x81, b"\xc0\xaf"), 1007),
+    "a letter beyond the last": (raw_frame(0x81, b"\xf4\x90\x80\x80"), 1007),
+    "a compressed message": (raw_frame(0xC1, b"\xaa\xae\x05\x00"), 1002),
+    "a compressed message in fragments": (raw_frame(0x41, b"\xaa") + raw_frame(0x80), 1002),
+    "a fragment that says it is compressed": (raw_frame(1, b"{") + raw_frame(0xC0, b"}"), 1002),
     "a length of 63 bits": (b"\x81\xff\x7f" + b"\xff" * 7 + bytes(4), 1009),
 }
 
@@ -275,6 +288,54 @@ def test_how_a_client_may_end_it(
         assert frames == [(Opcode.CLOSE, b"")]
     else:
         assert close_code(frames) == code
+
+
+DEFLATE = b"permessage-deflate"
+OFFERS = {
+    "plain": (DEFLATE,),
+    "with parameters": (DEFLATE + b"; client_max_window_bits; server_max_window_bits=10",),
+    "with parameters that it can't have": (DEFLATE + b"; server_max_window_bits=99; x",),
+    "several": (DEFLATE + b'; server_max_window_bits="8", ' + DEFLATE + b", x-other; a=b",),
+    "in two headers": (DEFLATE, b"x-webkit-deflate-frame"),
+    "with empty items": (b" , " + DEFLATE + b" ,,",),
+}
+
+
+@pytest.mark.parametrize("offers", OFFERS.values(), ids=OFFERS)
+def test_an_offer_to_compress_is_declined(
+    server: Running, monkeypatch: pytest.MonkeyPatch, offers: tuple[bytes, ...]
+) -> None:
+    """By no word of it in the answer (RFC 7692, 5): plain messages go both ways, others are an
+    error of the protocol, as the reserved bit that marks them is."""
+    monkeypatch.setattr(websocket_protocol, "LINGER_S", 0.2)
+    raw, head = answered(server, *(b"Sec-WebSocket-Extensions: " + each for each in offers))
+    with raw:
+        assert b" 101 " in head
+        assert b"extensions" not in head.lower()
+        raw.sendall(raw_frame(0x81, b"{}"))
+        while b'"error"' not in raw.recv(1 << 16, socket.MSG_PEEK):
+            pass
+        raw.sendall(raw_frame(0xC1, b"\xaa\xae\x05\x00"))
+        frames = frames_to_end(raw)
+    assert [opcode for opcode, _ in frames] == [Opcode.TEXT, Opcode.CLOSE]
+    assert json.loads(frames[0][1])["type"] == "error"
+    assert close_code(frames) == 1002
+
+
+@pytest.mark.parametrize(
+    "offer", [b"", b"; a", DEFLATE + b"; ;", b"a=", b'a; b="', b"\xff", b"a b"]
+)
+def test_an_offer_that_is_none_fails_the_handshake(server: Running, offer: bytes) -> None:
+    raw, head = answered(server, b"Sec-WebSocket-Extensions: " + offer)
+    with raw:
+        assert b" 400 " in head.partition(b"\r\n")[0]
+
+
+def test_a_client_that_compresses_by_default_is_served_without(server: Running) -> None:
+    with connect(server.ws_url, compression="deflate") as client:
+        assert client.protocol.extensions == []
+        client.send("x" * 10_000)
+        assert json.loads(client.recv(timeout=20))["type"] == "error"
 
 
 def test_a_message_in_fragments_with_pings_between_is_one(server: Running) -> None:
