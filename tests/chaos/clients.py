@@ -10,12 +10,18 @@ import asyncio
 import json
 import random
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing
+from itertools import cycle
 from typing import Any
 
 import httpx
-from websockets.asyncio.client import connect
+import msgspec
+from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import WebSocketException
+from websockets.typing import Subprotocol
+
+Ask = Callable[["Server"], Awaitable[Any]]
 
 DELTA = ".delta"
 ENDS = ("response.completed", "response.incomplete", "response.failed")
@@ -34,6 +40,9 @@ class Server:
         self.ready = ready
         self.num_read = 0
         self.num_resumed = 0
+        self.num_steered = 0
+        # by id, what its client knows to be stored; None: it was deleted
+        self.ended: dict[str, Any] = {}
         self.more = asyncio.Event()
 
     def read(self) -> None:
@@ -44,6 +53,16 @@ class Server:
         """The connection was lost: wait until there is a server again."""
         self.num_resumed += 1
         await self.ready()
+
+    async def check_stored(self) -> None:
+        """Every answer that has ended is stored as its client saw it end, or is deleted."""
+        while self.ended:
+            name, final = self.ended.popitem()
+            found = await call(self, "GET", f"/v1/responses/{name}")
+            if final is None:
+                assert found.status_code == 404, name
+            else:
+                assert scrubbed(found.json()) == final, name
 
 
 def scrubbed(value: Any) -> Any:
@@ -115,84 +134,166 @@ async def _checked(response: httpx.Response) -> None:
         raise AssertionError(f"{response.status_code}: {(await response.aread())!r}")
 
 
+Way = Callable[["Server", dict[str, Any], Events], AsyncGenerator[dict[str, Any], None]]
+
+
+async def by_query(
+    server: Server, body: dict[str, Any], seen: Events, *, is_header: bool = False
+) -> AsyncGenerator[dict[str, Any], None]:
+    """The events over SSE that were not seen yet: `starting_after`, or Last-Event-ID."""
+    given: dict[str, Any] = {"json": {**body, "stream": True}}
+    method, path = "POST", "/v1/responses"
+    if seen.id:
+        after = {"headers": {"last-event-id": str(seen.last)}, "params": {"stream": "true"}}
+        query = {"params": {"stream": "true", "starting_after": seen.last}}
+        method, path, given = "GET", f"{path}/{seen.id}", after if is_header else query
+    async with (
+        httpx.AsyncClient(base_url=server.url, timeout=60.0) as client,
+        client.stream(method, path, **given) as response,
+    ):
+        await _checked(response)
+        async for _, event in sse(response):
+            yield event
+
+
+def by_header(
+    server: Server, body: dict[str, Any], seen: Events
+) -> AsyncGenerator[dict[str, Any], None]:
+    return by_query(server, body, seen, is_header=True)
+
+
+class Socket:
+    """Opens WebSockets and sends and receives events, as JSON or MessagePack."""
+
+    def __init__(self, server: Server, *, is_packed: bool = False) -> None:
+        kind = Subprotocol("streamer.v1.msgpack" if is_packed else "streamer.v1.json")
+        url = server.url.replace("http", "ws", 1) + "/v1/responses"
+        self._is_packed = is_packed
+        self._connection = connect(url, subprotocols=[kind])
+        self._socket: ClientConnection
+
+    async def __aenter__(self) -> Socket:
+        self._socket = await self._connection.__aenter__()
+        await self._socket.recv()  # session.created
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._connection.__aexit__(*error)
+
+    async def send(self, kind: str, **fields: Any) -> None:
+        event = {"type": kind, "stream_id": "a", **fields}
+        pack = msgspec.msgpack.encode
+        await self._socket.send(pack(event) if self._is_packed else json.dumps(event))
+
+    async def ask(self, body: dict[str, Any], seen: Events) -> None:
+        """Begin the response, or go on after what was seen of it."""
+        if seen.id:
+            after = {"response_id": seen.id, "starting_after": seen.last}
+            await self.send("response.resume", **after)
+        else:
+            await self.send("response.create", **body)
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """What comes, without what the server says of its own state."""
+        while True:
+            data = await self._socket.recv()
+            assert isinstance(data, bytes) is self._is_packed
+            event = msgspec.msgpack.decode(data) if self._is_packed else json.loads(data)
+            assert event.get("status") != "gone", event
+            if event["type"] == "error" and event["status"] == 503:
+                raise EOFError
+            if event["type"] not in STATES:
+                yield event
+
+
+async def by_socket(
+    server: Server, body: dict[str, Any], seen: Events, *, is_packed: bool = False
+) -> AsyncGenerator[dict[str, Any], None]:
+    """The events over a WebSocket that were not seen yet."""
+    async with Socket(server, is_packed=is_packed) as socket:
+        await socket.ask(body, seen)
+        async for event in socket.events():
+            yield event
+
+
+def by_messagepack(
+    server: Server, body: dict[str, Any], seen: Events
+) -> AsyncGenerator[dict[str, Any], None]:
+    return by_socket(server, body, seen, is_packed=True)
+
+
+async def follow(
+    server: Server,
+    body: dict[str, Any],
+    *ways: Way,
+    seen: Events | None = None,
+    is_enough: Callable[[Events], bool] = lambda _: False,
+) -> Events:
+    """A streamed response, to its end or until `is_enough`; each connection is the next way's."""
+    seen = seen or Events()
+    for way in cycle(ways):
+        try:
+            async with aclosing(way(server, body, seen)) as events:
+                async for event in events:
+                    seen.take(event)
+                    server.read()
+                    if seen.final is not None:
+                        server.ended[seen.id] = seen.final
+                    if seen.final is not None or is_enough(seen):
+                        return seen
+        except LOST:
+            await server.lost()
+    raise AssertionError("there is no way")
+
+
 async def response_by_sse(server: Server, body: dict[str, Any]) -> Events:
-    """A streamed response, continued by number."""
-    events = Events()
-    async with httpx.AsyncClient(base_url=server.url, timeout=60.0) as client:
-        while events.final is None:
-            try:
-                given: dict[str, Any] = {"json": {**body, "stream": True}}
-                method, path = "POST", "/v1/responses"
-                if events.id:
-                    query = {"stream": "true", "starting_after": events.last}
-                    method, path, given = "GET", f"{path}/{events.id}", {"params": query}
-                async with client.stream(method, path, **given) as response:
-                    await _checked(response)
-                    async for _, event in sse(response):
-                        events.take(event)
-                        server.read()
-                        if events.final is not None:
-                            break
-            except LOST:
-                await server.lost()
-    return events
+    return await follow(server, body, by_query)
 
 
 async def response_by_socket(server: Server, body: dict[str, Any]) -> Events:
-    """A response on a WebSocket, resumed on another."""
-    events = Events()
-    url = server.url.replace("http", "ws", 1) + "/v1/responses"
-    while events.final is None:
-        try:
-            async with connect(url, subprotocols=["streamer.v1.json"]) as socket:  # type: ignore[list-item]
-                await socket.recv()  # session.created
-                ask = {"type": "response.create", "stream_id": "a", **body}
-                if events.id:
-                    ask = {"type": "response.resume", "stream_id": "a"}
-                    ask |= {"response_id": events.id, "starting_after": events.last}
-                await socket.send(json.dumps(ask))
-                while events.final is None:
-                    event = json.loads(await socket.recv())
-                    assert event.get("status") != "gone", event
-                    if event["type"] == "error" and event["status"] == 503:
-                        raise EOFError
-                    if event["type"] in STATES or event["type"] == "response.resumed":
-                        continue
-                    events.take(event)
-                    server.read()
-        except LOST:
-            await server.lost()
-    return events
+    return await follow(server, body, by_socket)
 
 
 STATES = ("response.waiting", "response.running", "response.prefill", "response.preempted")
-STATES += ("response.paused", "session.goaway")
+STATES += ("response.paused", "response.resumed", "session.goaway")
+
+
+async def call(server: Server, method: str, path: str, **given: Any) -> httpx.Response:
+    """One request, made until it is answered."""
+    async with httpx.AsyncClient(base_url=server.url, timeout=60.0) as client:
+        while True:
+            try:
+                response = await client.request(method, path, **given)
+                if response.status_code != 404:
+                    await _checked(response)
+                return response
+            except LOST:
+                await server.lost()
 
 
 async def response_in_background(server: Server, body: dict[str, Any]) -> Any:
     """A background response, asked for until it has ended."""
-    name, found = "", {"status": ""}
-    async with httpx.AsyncClient(base_url=server.url, timeout=60.0) as client:
-        while found["status"] not in ("completed", "incomplete", "failed"):
-            try:
-                if name:
-                    response = await client.get(f"/v1/responses/{name}")
-                else:
-                    given = {**body, "background": True}
-                    response = await client.post("/v1/responses", json=given)
-                await _checked(response)
-                found = response.json()
-                name = found["id"]
-                await asyncio.sleep(0.05)
-            except LOST:
-                await server.lost()
+    given = {**body, "background": True}
+    found = (await call(server, "POST", "/v1/responses", json=given)).json()
+    while found["status"] not in ("completed", "incomplete", "failed"):
+        await asyncio.sleep(0.05)
+        found = (await call(server, "GET", f"/v1/responses/{found['id']}")).json()
     return found
+
+
+def _parts(delta: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What a delta of a chat adds, and to what."""
+    for kind in ("content", "reasoning"):
+        yield kind, delta.get(kind) or ""
+    for each in delta.get("tool_calls") or ():
+        function = each["function"]
+        yield f"call {each['index']}", function.get("name", "") + function["arguments"]
 
 
 async def chat(server: Server, body: dict[str, Any]) -> Any:
     """A chat with ids on its events, continued by Last-Event-ID."""
     name = last = ""
-    texts: dict[int, str] = {}
+    texts: dict[str, str] = {}
     logprobs: dict[int, list[Any]] = {}
     ends: dict[int, str] = {}
     given = {**body, "stream": True, "stream_options": {"include_event_ids": True}}
@@ -216,7 +317,9 @@ async def chat(server: Server, body: dict[str, Any]) -> Any:
                         server.read()
                         for choice in chunk["choices"]:
                             i = choice["index"]
-                            texts[i] = texts.get(i, "") + (choice["delta"].get("content") or "")
+                            for kind, text in _parts(choice["delta"]):
+                                place = f"{i} {kind}"
+                                texts[place] = texts.get(place, "") + text
                             found = choice.get("logprobs") or {}
                             logprobs.setdefault(i, []).extend(found.get("content") or [])
                             if choice["finish_reason"] is not None:

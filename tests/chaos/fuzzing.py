@@ -6,6 +6,7 @@ import copy
 import json
 import random
 import struct
+import zlib
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ TOOL = {
 FLAT_TOOL = {"type": "function", "name": "get", "parameters": TOOL["function"]["parameters"]}  # type: ignore[index]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 USER = {"role": "user", "content": "count"}
-SHORT: dict[str, Any] = {"model": "fake", "max_tokens": 4}
+SHORT: dict[str, Any] = {"model": "streamer-demo", "max_tokens": 4}
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {**SHORT, "messages": [USER], "n": 2, "logprobs": True}),
     (
@@ -68,7 +69,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     (
         "/v1/responses",
         {
-            "model": "fake",
+            "model": "streamer-demo",
             "max_output_tokens": 4,
             "input": [{"type": "message", "role": "user", "content": "count"}],
             "tools": [FLAT_TOOL],
@@ -78,26 +79,35 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
             "store": False,
         },
     ),
-    ("/v1/responses", {"model": "fake", "max_output_tokens": 4, "input": "x", "stream": True}),
+    (
+        "/v1/responses",
+        {"model": "streamer-demo", "max_output_tokens": 4, "input": "x", "stream": True},
+    ),
     (
         "/v1/messages",
         {**SHORT, "messages": [USER], "system": "x", "tools": [{"name": "a", "input_schema": {}}]},
     ),
-    ("/api/chat", {"model": "fake", "messages": [USER], "options": {"num_predict": 4}}),
-    ("/api/generate", {"model": "fake", "prompt": "x", "options": {"num_predict": 4}}),
-    ("/tokenize", {"model": "fake", "prompt": "x"}),
-    ("/detokenize", {"model": "fake", "tokens": [1, 2]}),
+    ("/api/chat", {"model": "streamer-demo", "messages": [USER], "options": {"num_predict": 4}}),
+    ("/api/generate", {"model": "streamer-demo", "prompt": "x", "options": {"num_predict": 4}}),
+    ("/tokenize", {"model": "streamer-demo", "prompt": "x"}),
+    ("/detokenize", {"model": "streamer-demo", "tokens": [1, 2]}),
 ]
 CREATE = {"type": "response.create", "stream_id": "a", "input": "x", "max_output_tokens": 4}
+KNOWN = "resp_1"  # stands for the newest response of the socket
+NEXT = {**CREATE, "previous_response_id": KNOWN}
 EVENTS: list[dict[str, Any]] = [
     CREATE,
     {**CREATE, "tools": [FLAT_TOOL], "temperature": 0.5, "metadata": {"a": "b"}},
-    {"type": "response.cancel", "response_id": "resp_1"},
-    {"type": "response.resume", "stream_id": "a", "response_id": "resp_1", "starting_after": 3},
-    {"type": "response.ack", "response_id": "resp_1", "sequence_number": 3},
-    {"type": "response.steer", "previous_response_id": "resp_1", "input": "x"},
-    {"type": "session.update", "window": 5, "detach_s": 1},
-    {"type": "ping", "t": 1},
+    {**CREATE, "max_output_tokens": 40, "ignore_eos": True, "stream_id": "b"},
+    {**NEXT, "stream_id": "c"},
+    {**NEXT, "fork": {"at": 2, "text": "x"}},
+    {**CREATE, "generate": False},
+    {"type": "response.cancel", "response_id": KNOWN},
+    {"type": "response.resume", "stream_id": "a", "response_id": KNOWN, "starting_after": 3},
+    {"type": "response.ack", "response_id": KNOWN, "sequence_number": 3},
+    {"type": "response.steer", "previous_response_id": KNOWN, "input": "x"},
+    {"type": "session.update", "window": 5, "detach_s": 1, "include": ["token_ids"]},
+    {"type": "session.ping", "t": 1},
 ]
 ODD: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2**31, -(2**31), 2**63, 2**64, 2**70, -0.0, 1e308, -1e308),
@@ -106,8 +116,11 @@ ODD: tuple[Any, ...] = (
 )
 # What would only make an answer long.
 COSTLY = {"n", "best_of", "max_tokens", "max_completion_tokens", "max_output_tokens", "beam_width"}
-OPCODES = (1, 2, 0x81, 0x82, 0x88, 0x89, 0x8A, 0, 0x80)
+OPCODES = (1, 2, 0x81, 0x82, 0x88, 0x89, 0x8A, 0, 0x80, 0x41, 0xC1, 0xC2, 0xC9)
+# The last but one is `{}` as permessage-deflate sends it, and as its bomb.
 PAYLOADS = (b"", b"{}", b"\xff\xfe", b"\x03\xe8", b"\x03\xe8\xff", b"x" * 126)
+PAYLOADS += (b"\xaa\xae\x05\x00", zlib.compress(bytes(1 << 20), wbits=-15))
+DEFLATE = b"permessage-deflate; client_max_window_bits; server_max_window_bits=10"
 TEMPLATE_PARTS = (
     *("{{ messages }}", "{% for m in messages %}", "{% endfor %}", "{% if m %}", "{% endif %}"),
     *("{{ m.content }}", "{{ m['role'] }}", "{% set x = 1 %}", "{{ x }}", "{% macro f(a) %}"),
@@ -138,6 +151,13 @@ TEMPLATE_PARTS = (
     ),
     *("{{ messages[0].content.format(x) }}", "{{ namespace(a=1).a }}", "{{ x | batch(10**9) }}"),
 )
+
+
+def of_response(event: bytes, name: bytes, is_packed: bool) -> bytes:
+    """The event, about the response of this name where it was about KNOWN."""
+    if is_packed:
+        return event.replace(msgspec.msgpack.encode(KNOWN), msgspec.msgpack.encode(name.decode()))
+    return event.replace(KNOWN.encode(), name)
 
 
 def _places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
@@ -214,17 +234,23 @@ class Maker:
             data = msgspec.msgpack.encode(self.chance.choice(EVENTS))
         return self.scratched(data) if self.chance.random() < 0.3 else data
 
+    def handshake(self, host: str) -> bytes:
+        """A WebSocket's, some of them with an offer to compress, which may be changed."""
+        chance = self.chance
+        head = b"GET /v1/responses HTTP/1.1\r\nHost: %b\r\nUpgrade: websocket\r\n" % host.encode()
+        head += b"Connection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+        head += b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+        if chance.random() < 0.5:
+            offer = self.scratched(DEFLATE) if chance.random() < 0.5 else DEFLATE
+            head += b"Sec-WebSocket-Extensions: %b\r\n" % offer
+        return head + b"\r\n"
+
     def frames(self) -> bytes:
         """One to six frames of a client: any opcode, bits, lengths, masks; some of them cut."""
         chance, sent = self.chance, b""
         for _ in range(chance.randrange(1, 7)):
-            first = chance.choice(
-                (1, 2, 0x81, 0x82, 0x88, 0x89, 0x8A, 0, 0x80, chance.randrange(256))
-            )
-            data = chance.choice(
-                (b"", b"{}", b"\xff\xfe", b"\x03\xe8", b"\x03\xe8\xff", b"x" * 126)
-            )
-            data = chance.choice((data, chance.randbytes(chance.randrange(140))))
+            first = chance.choice((*OPCODES, chance.randrange(256)))
+            data = chance.choice((*PAYLOADS, chance.randbytes(chance.randrange(140))))
             size = len(data) if chance.random() < 0.9 else chance.choice((0, 125, 1 << 16, 1 << 63))
             mask = 0x80 if chance.random() < 0.95 else 0
             if size < 126 and chance.random() < 0.9:

@@ -28,6 +28,17 @@ def free_port() -> int:
         return port
 
 
+def _flags(settings: dict[str, Any]) -> list[str]:
+    found = []
+    for name, value in settings.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            found.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            found += [f"--{flag}", str(value)]
+    return found
+
+
 class Killable:
     """One server at a time, always on the same port and with the same settings."""
 
@@ -37,13 +48,7 @@ class Killable:
         self.log = log
         self.pid = 0
         flags = {"host": "127.0.0.1", "port": self.port, "load_progress": False, **settings}
-        self._command = ["serve"]
-        for name, value in flags.items():
-            flag = name.replace("_", "-")
-            if isinstance(value, bool):
-                self._command.append(f"--{flag}" if value else f"--no-{flag}")
-            elif value is not None:
-                self._command += [f"--{flag}", str(value)]
+        self._command = ["serve", *_flags(flags)]
         self._forker: subprocess.Popen[str]
 
     def __enter__(self) -> Killable:
@@ -69,12 +74,12 @@ class Killable:
         self._forker.wait(START_S)
         self._forker.stdout.close()  # type: ignore[union-attr]
 
-    def start(self) -> None:
-        """Begin a start, once the process before it has ended."""
+    def start(self, **settings: Any) -> None:
+        """Begin a start, once the process before it has ended; `settings` are of this one alone."""
         pipe, answer = self._forker.stdin, self._forker.stdout
         if pipe is None or answer is None:
             raise RuntimeError("it was not entered")
-        pipe.write(json.dumps(self._command) + "\n")
+        pipe.write(json.dumps([*self._command, *_flags(settings)]) + "\n")
         pipe.flush()
         self.pid = int(answer.readline())
 

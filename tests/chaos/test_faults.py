@@ -94,6 +94,10 @@ def is_idle(process: Killable) -> bool:
     return bool(held) and all(float(x.rsplit(" ", 1)[1]) == 0 for x in held)
 
 
+def is_journal_up(process: Killable) -> bool:
+    return "streamer_journal_up 1.0" in httpx.get(process.url + "/metrics").text
+
+
 async def during(process: Killable, num_streams: int, fault: Callable[[], None]) -> None:
     """Streams that have all begun when the fault comes, and are complete in spite of it."""
     waiting = set(range(num_streams))
@@ -130,7 +134,6 @@ def vanish(port: int, chance: random.Random) -> None:
     """One client that leaves at a random moment, by a reset, a close or half a close."""
     body = json.dumps(
         {
-            "model": "fake",
             "input": "count",
             "messages": [{"role": "user", "content": "count"}],
             "prompt": "count",
@@ -145,7 +148,7 @@ def vanish(port: int, chance: random.Random) -> None:
         sent = b"GET /v1/responses HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\n"
         sent += b"Connection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
         sent += b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
-        event = json.dumps({"type": "response.create", "model": "fake", "input": "count"}).encode()
+        event = json.dumps({"type": "response.create", "input": "count"}).encode()
         sent += bytes((0x81, 0x80 | len(event))) + bytes(4) + event
     else:
         given = json.loads(body)
@@ -223,9 +226,11 @@ async def test_a_full_disk_stops_no_stream(process: Killable) -> None:
     async with httpx.AsyncClient(base_url=process.url, timeout=DEADLINE_S) as client:
         kept = (await client.post("/v1/responses", json=body)).raise_for_status().json()["id"]
         await during(process, 5, fill)
-        (await client.post("/v1/responses", json=body)).raise_for_status()  # the journal has failed
+        (await client.post("/v1/responses", json=body)).raise_for_status()
+        wait_for(lambda: not is_journal_up(process), "the journal did not fail")
         (await client.post("/v1/responses", json=body)).raise_for_status()
         await asyncio.to_thread(process.restart)
+        assert is_journal_up(process)
         (await client.get(f"/v1/responses/{kept}")).raise_for_status()
 
 

@@ -1,5 +1,7 @@
 """Changed inputs of every kind: each is answered or refused, and a neighbour's tokens stay.
 
+The bundled model answers all that can be answered, and two streams beside the inputs, over SSE and
+a WebSocket, answer after answer, which are compared with the undisturbed one token for token.
 `make fuzz` runs a million; STREAMER_FUZZ_COUNT, _SEED and _SECONDS say how many, which, and for how
 long at most. Most are decoded in process, by the server's own application, a share goes over
 sockets. What a run did is printed with a digest of its inputs: the same seed gives the same ones.
@@ -9,15 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import hashlib
 import json
 import logging
 import os
+import re
 import socket
+import threading
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -29,11 +34,11 @@ from streamer.model.gguf.header import read_header
 from streamer.server.app import build_app
 from streamer.server.transport.websocket import Frames
 from streamer.tokenizer.chat import ChatTemplate
-from tests.chaos.fuzzing import Maker
+from tests.chaos.fuzzing import Maker, of_response
+from tests.chaos.neighbours import Neighbours
 from tests.checkpoints import make_checkpoint
 from tests.model.gguf.test_header import is_refused, write_gguf
-from tests.server.support.counting import check_counting
-from tests.server.support.running import Running
+from tests.server.support.running import BUNDLED, Running
 
 COUNT = int(os.environ.get("STREAMER_FUZZ_COUNT", "3000"))
 SEED = int(os.environ.get("STREAMER_FUZZ_SEED", "1"))
@@ -52,6 +57,7 @@ SCOPE: dict[str, Any] = {
     "client": ("127.0.0.1", 1),
     "server": ("127.0.0.1", 80),
 }
+NAME = re.compile(rb"resp_[0-9a-f]+")
 UNAVAILABLE = (b"server_overloaded", b"queue_full")
 
 
@@ -114,20 +120,33 @@ class Fuzz:
 
     async def _talk(self, events: list[bytes], is_packed: bool) -> None:
         kind = "bytes" if is_packed else "text"
-        given: list[dict[str, Any]] = [{"type": "websocket.connect"}]
-        for event in events:
-            data = event if is_packed else event.decode(errors="replace")
-            given.append({"type": "websocket.receive", kind: data})
-        given.append({"type": "websocket.disconnect", "code": 1001})
-        given.reverse()
+        name, num_given = b"", -1
 
         async def receive() -> Any:
+            nonlocal num_given
+            num_given += 1
             for _ in range(3):
                 await asyncio.sleep(0)  # the session writes its replies
-            return given.pop()
+            if not num_given:
+                return {"type": "websocket.connect"}
+            if num_given > len(events):
+                return {"type": "websocket.disconnect", "code": 1001}
+            if num_given % 4 == 0:
+                await asyncio.sleep(0.004)  # the engine draws some tokens
+            event = events[num_given - 1]
+            if name:
+                event = of_response(event, name, is_packed)
+            return {
+                "type": "websocket.receive",
+                kind: event if is_packed else event.decode(errors="replace"),
+            }
 
         async def send(message: Any) -> None:
-            if "internal" in str(message.get(kind)):
+            nonlocal name
+            sent = message.get(kind)
+            found = NAME.findall(sent.encode() if isinstance(sent, str) else sent or b"")
+            name = found[-1] if found else name
+            if "internal" in str(sent):
                 self.wrong(kind, events, message)
 
         scope = {**SCOPE, "type": "websocket", "scheme": "ws", "path": "/v1/responses"}
@@ -137,13 +156,6 @@ class Fuzz:
             await self._app(scope, receive, send)
         except Exception as e:
             self.wrong(kind, events, e)
-
-    async def _neighbour(self) -> None:
-        """A stream beside the batch, on a socket of its own: it counts without a gap."""
-        body = {"prompt": "count", "max_tokens": 48, "ignore_eos": True}
-        async with httpx.AsyncClient(base_url=self._server.url, timeout=20.0) as client:
-            answer = await client.post("/v1/completions", json=body)
-        assert len(check_counting(answer.json()["choices"][0]["text"])) == 48
 
     async def served(self, num: int) -> None:
         """HTTP bodies and events: `num` of them in process."""
@@ -164,7 +176,7 @@ class Fuzz:
             while works:
                 await works.pop()
 
-        await asyncio.gather(self._neighbour(), *(some() for _ in range(AT_ONCE)))
+        await asyncio.gather(*(some() for _ in range(AT_ONCE)))
 
     # ------------------------------------------------------------ here
 
@@ -213,12 +225,11 @@ class Fuzz:
         """Bodies and frames on sockets; their connections are closed by either side."""
         host = self._server.url.removeprefix("http://")
         name, port = host.split(":")
-        upgrade = f"GET /v1/responses HTTP/1.1\r\nHost: {host}\r\nUpgrade: websocket\r\n"
-        upgrade += "Connection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
-        upgrade += "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
         for i in range(num):
             if i % 2:
-                data = self.took("sockets: frames", upgrade.encode() + self.maker.frames())
+                data = self.took(
+                    "sockets: frames", self.maker.handshake(host) + self.maker.frames()
+                )
             else:
                 path, body = self.maker.body()
                 head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
@@ -238,48 +249,78 @@ class Fuzz:
                     self.wrong("socket", data, answer)
 
 
-def resident_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGESIZE") / (1 << 20)
+class Held(NamedTuple):
+    """What the process holds at rest; the blocks and slots in use are 0 then."""
+
+    resident_mib: float
+    files: int
+    tasks: int
+    threads: int
 
 
 async def num_tasks() -> int:
     return len(asyncio.all_tasks())
 
 
-def test_whatever_comes_is_answered_or_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    server = Running(model="fake", max_model_len=160, retain_s=1.0, max_wait_s=0.0).start()
-    caplog.set_level(logging.ERROR)
-    try:
-        fuzz = Fuzz(server, tmp_path)
-        began, memory, tasks = time.monotonic(), 0.0, 0
-        while fuzz.num_done < COUNT and time.monotonic() - began < SECONDS:
+def resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGESIZE") / (1 << 20)
+
+
+def held(server: Running) -> Held:
+    server.wait_idle()
+    gc.collect()
+    return Held(
+        resident_mib(),
+        len(os.listdir("/proc/self/fd")),
+        server.on_loop(num_tasks()),
+        threading.active_count(),
+    )
+
+
+def go_on(fuzz: Fuzz, server: Running, count: int, seconds: float) -> Counter[str]:
+    """Send inputs beside the neighbours; the answers that these compared."""
+    began, first = time.monotonic(), fuzz.num_done
+    with Neighbours(server) as neighbours:
+        while fuzz.num_done < first + count and time.monotonic() - began < seconds:
             server.on_loop(fuzz.served(BATCH * 6 // 10), BATCH_S)
             fuzz.decoded(BATCH * 4 // 10 - 20)
             fuzz.sent(20)
-            if not memory:
-                server.wait_idle()
-                memory, tasks = resident_mib(), server.on_loop(num_tasks())
             if fuzz.num_done % 50_000 < BATCH:
                 passed_s = time.monotonic() - began
-                print(
-                    f"{fuzz.num_done} inputs, {passed_s:.0f} s, {resident_mib():.0f} MiB",
-                    flush=True,
-                )
+                says = f"{fuzz.num_done} inputs, {passed_s:.0f} s, {resident_mib():.0f} MiB"
+                print(says, json.dumps(neighbours.compared), flush=True)
             assert not fuzz.found, "\n".join(fuzz.found[:20])
-        server.wait_idle()
+            neighbours.check()
+    neighbours.check()
+    return neighbours.compared
+
+
+def test_whatever_comes_is_answered_or_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {**BUNDLED, "num_gpu_blocks_override": 256, "tool_call_parser": "hermes"}
+    settings |= {"max_model_len": 256, "retain_s": 1.0, "max_wait_s": 0.0}
+    server = Running(**settings).start()
+    caplog.set_level(logging.ERROR)
+    try:
+        fuzz, began = Fuzz(server, tmp_path), time.monotonic()
+        go_on(fuzz, server, BATCH, SECONDS)
+        before = held(server)
+        compared = go_on(fuzz, server, COUNT - BATCH, SECONDS)
         wait_s = time.monotonic() + 10.0
-        while server.on_loop(num_tasks()) > tasks:
+        while (after := held(server)).tasks > before.tasks:
             assert time.monotonic() < wait_s, "tasks are left"
-        errors = [r.getMessage() for r in caplog.records if r.name.startswith("streamer")]
-        assert errors == []
-        grown = resident_mib() - memory
         print(
             f"seed {SEED}: {json.dumps(fuzz.counts)}, statuses {json.dumps(fuzz.statuses)}; "
-            f"{time.monotonic() - began:.0f} s, {grown:.0f} MiB more, {fuzz.digest.hexdigest()}"
+            f"{time.monotonic() - began:.0f} s, neighbours' answers {json.dumps(compared)}; "
+            f"{before} and {after}, {fuzz.digest.hexdigest()}"
         )
-        assert grown < 64 + COUNT / 5000
+        errors = [r.getMessage() for r in caplog.records if r.name.startswith("streamer")]
+        assert errors == []
+        assert after.resident_mib < before.resident_mib + 64 + COUNT / 20_000
+        assert after.files <= before.files + 8
+        assert after.threads <= before.threads + 4
+        assert min(compared.values()) > 0
     finally:
         server.stop()

@@ -1,22 +1,28 @@
 """A server that is killed at random moments, and started again: no accepted answer notices.
 
 The same requests are made of a server that nothing disturbs; then of one that is killed over and
-over while its clients read. Nothing may be lost, repeated or altered. `STREAMER_KILLS` is the
-number of moments (`make chaos` sets 100).
+over while its clients read, and started again with too few blocks and another way to speculate.
+Nothing may be lost, repeated or altered. `STREAMER_KILLS` is the number of moments (`make chaos`
+sets 100).
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from streamer.demo import DRAFT
+from tests.chaos import features
 from tests.chaos.clients import (
+    Ask,
     Server,
     chat,
     prompt,
@@ -29,7 +35,7 @@ from tests.chaos.killable import Killable
 
 NUM_KILLS = int(os.environ.get("STREAMER_KILLS", "5"))
 NUM_MIXES = 3
-ROUND_S = 300.0  # with ten starts of a server, on a machine that does other work too
+ROUND_S = 900.0  # with thirty starts of a server, on a machine that does other work too
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -41,7 +47,16 @@ SCHEMA = {
 }
 LOGPROBS = "message.output_text.logprobs"
 
-Ask = Callable[[Server], Awaitable[Any]]
+# How a server differs from the one before it: by what proposes tokens, and by its pool of blocks,
+# too small for all that runs.
+SPECULATIVE = (
+    {"method": "suffix"},
+    {"method": "draft_model", "model": str(DRAFT)},
+    {"method": "ngram"},
+)
+NUM_BLOCKS, NUM_SCARCE = 400, 64
+PREEMPTIONS, DRAFTS = "streamer_preemptions_total", "streamer_spec_decode_num_drafts_total"
+COUNTED = (PREEMPTIONS, DRAFTS)
 
 
 def responses(seed: int) -> dict[str, dict[str, Any]]:
@@ -114,52 +129,76 @@ async def outcomes(server: Server, mix: dict[str, Ask]) -> dict[str, Any]:
     return dict(zip(mix, found, strict=True))
 
 
+def scarce(number: int) -> dict[str, Any]:
+    """Settings of the server after so many kills."""
+    method = json.dumps(SPECULATIVE[number % len(SPECULATIVE)])
+    return {"speculative_config": method, "num_gpu_blocks_override": NUM_SCARCE}
+
+
 class Kills:
     """Kills the server whenever its clients have read a random number of events more."""
 
     def __init__(self, process: Killable, server: Server, chance: random.Random) -> None:
         self.num_done = 0
+        self.counts = dict.fromkeys(COUNTED, 0.0)
         self._process, self._server, self._chance = process, server, chance
 
     async def go_on(self, num_kills: int) -> None:
         server = self._server
         while self.num_done < num_kills:
-            at = server.num_read + self._chance.randrange(1, 400)
+            at = server.num_read + self._chance.randrange(1, 100)
             while server.num_read < at:
                 server.more.clear()
                 await server.more.wait()
+            await self._count()
             self._process.kill()
             self.num_done += 1
-            self._process.start()
+            self._process.start(**scarce(self.num_done))
             await self._process.ready()
+
+    async def _count(self) -> None:
+        """Add what the process has counted, which ends with it."""
+        async with httpx.AsyncClient() as client:
+            found = (await client.get(self._process.url + "/metrics", timeout=60.0)).text
+        for line in found.splitlines():
+            name, _, value = line.rpartition(" ")
+            if (name := name.partition("{")[0]) in self.counts:
+                self.counts[name] += float(value)
 
 
 async def test_a_killed_server_loses_repeats_and_alters_no_answer(tmp_path: Path) -> None:
     chance = random.Random(NUM_KILLS)
-    settings = {"model": None, "dtype": "float32", "num_gpu_blocks_override": 320}
-    settings |= {"speculative_config": '{"method": "suffix"}', "journal": str(tmp_path / "j")}
-    settings |= {"max_wait_s": 0.0}
+    settings = {"model": None, "dtype": "float32", "num_gpu_blocks_override": NUM_BLOCKS}
+    settings |= {"speculative_config": json.dumps(SPECULATIVE[0]), "journal": tmp_path / "j"}
+    settings |= {"max_wait_s": 0.0, **features.settings(tmp_path)}
     with Killable(tmp_path / "log", **settings) as process:
         process.start()
         await process.ready()
         server = Server(process.url, process.ready)
-        wanted: dict[int, dict[str, Any]] = {}
+        mixes = [asks(seed) | features.features(seed) for seed in range(NUM_MIXES)]
+        wanted = [await outcomes(server, mix) for mix in mixes[: 1 + NUM_KILLS // 10]]
+        await server.check_stored()
         kills = Kills(process, server, chance)
-        num_answers = num_rounds = 0
-        while kills.num_done < NUM_KILLS:
-            seed = num_rounds % NUM_MIXES
-            num_rounds += 1
-            if seed not in wanted:
-                wanted[seed] = await outcomes(server, asks(seed))
+        num_answers = 0
+        for i in count():
+            seed = i % len(wanted)
             killing = asyncio.create_task(kills.go_on(NUM_KILLS))
-            found = await outcomes(server, asks(seed))
+            found = await outcomes(server, mixes[seed])
             killing.cancel()
             await asyncio.gather(killing, return_exceptions=True)
             await process.ready()
             for name, outcome in found.items():
                 assert outcome == wanted[seed][name], name
+            await server.check_stored()
             num_answers += len(found)
+            if kills.num_done == NUM_KILLS:
+                break
         async with httpx.AsyncClient(base_url=process.url) as client:
             assert (await client.get("/health")).status_code == 200
     assert server.num_resumed > NUM_KILLS
-    print(f"{kills.num_done} kills, {num_answers} answers, {server.num_resumed} resumed")
+    assert server.num_steered
+    assert all(kills.counts.values()), kills.counts
+    print(
+        f"{kills.num_done} kills, {num_answers} answers, {server.num_resumed} resumed, "
+        f"{server.num_steered} steered, {kills.counts}"
+    )

