@@ -33,7 +33,7 @@ overload: $(VENV)/.ready ## ten times the sustainable rate for 2 minutes, with t
 	$(OVERLOAD) $(ARGS)
 	$(OVERLOAD) --serve '$(CURDIR)/$(BIN)/streamer serve --max-num-seqs 32' --tokens 512 $(ARGS)
 
-chaos: $(VENV)/.ready-dev ## kill a server at 100 random moments beneath its clients, and every other fault; ten minutes
+chaos: $(VENV)/.ready-dev ## kill a server at 100 random moments beneath its clients, and the other faults of tests/chaos; ten minutes
 	STREAMER_KILLS=100 STREAMER_VANISHING=1000 $(BIN)/python -m pytest -s -o faulthandler_timeout=0 tests/chaos $(ARGS)
 
 ray-tests: $(VENV)/.ready-dev ## replicas and ingresses under a real Ray are killed, stopped and scaled; five minutes
@@ -60,8 +60,8 @@ MINUTES ?= 60
 soak: $(VENV)/.ready-dev ## everything at once for an hour, MINUTES=10 for less: memory, files, tasks, journal stay flat
 	STREAMER_SOAK_MINUTES=$(MINUTES) $(BIN)/python -m pytest -s -o faulthandler_timeout=0 tests/chaos/test_soak.py $(ARGS)
 
-audit: $(VENV)/.ready-dev ## known vulnerabilities of what is installed; says which service can't be reached
-	.ci/audit
+audit: $(VENV)/.ready-dev ## known vulnerabilities of what is installed and of the lock files; says what could not be checked
+	$(BIN)/python .ci/audit.py
 
 LOCK := build/lock
 lock: | $(VENV)/bin/python ## .ci/constraints.txt as pyproject.toml has it; ARGS=--upgrade for the newest of all
