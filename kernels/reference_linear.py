@@ -28,6 +28,14 @@ def can_pack(dtype: torch.dtype) -> bool:
     return bool(torch.equal(y, weight))
 
 
+@lru_cache
+def keeps_rows(dtype: torch.dtype) -> bool:
+    """Whether a row's result is the same bit for bit in any number of rows: with packed weights
+    that are not multiplied by AMX tiles, whose sums oneDNN splits by the number of rows."""
+    has_tiles = dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+    return can_pack(dtype) and not has_tiles
+
+
 _SINGLE_ROW_DIFFERS: dict[tuple[torch.Size, torch.dtype, int], bool] = {}  # what probes found
 
 
@@ -35,9 +43,9 @@ class Linear:
     """A weight [N, K], packed once (oneDNN) where possible.
 
     Packed weights read 1.5 (bf16) to 2.4 (fp32) times faster than F.linear at 1 to 32 rows (2 cores
-    of an EPYC Zen 5, 2026-11-20), and a row's result does not depend on how many rows there are,
-    with one exception: a single row of a long K takes another path. A probe finds such layers at
-    packing, and they compute two rows instead of one.
+    of an EPYC Zen 5, 2026-11-20), and where `keeps_rows` a row's result does not depend on how many
+    rows there are, with one exception: a single row of a long K takes another path. A probe finds
+    such layers at packing, and they compute two rows instead of one.
     """
 
     __slots__ = ("_bias", "_pads", "_table", "_weight", "activation", "is_packed", "shape")

@@ -55,6 +55,8 @@ def test_rows_do_not_depend_on_their_number(
         pytest.skip("torch multiplies there, by a kernel that it chooses by the number of rows")
     if backend == "torch" and not reference_linear.can_pack(dtype):
         pytest.skip("no packed weights on this CPU: rows may differ in the last bits")
+    if backend == "torch" and dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        pytest.skip("oneDNN splits sums in AMX tiles by the number of rows")
     weight = kernels.pack_weight([random(n, k, dtype=dtype)])
     x = random(40, k, dtype=dtype, seed=1)
     whole = weight(x)

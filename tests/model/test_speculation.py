@@ -37,6 +37,7 @@ from streamer.core.speculation.speculator import Speculator
 from streamer.core.speculation.values import SpeculationSizes
 from streamer.kernels import ops
 from streamer.model import memory
+from streamer.model.sampling import host
 from tests.model.lates import Lates
 from tests.model.sync_engine import END, Injected, SyncEngine
 from tests.model.test_decoder import random_tokens
@@ -423,9 +424,13 @@ def test_through_steps_that_fail(model: Model, depth: int, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("small", ["llama", "qwen2"])
-def test_with_a_draft_model(model: Model, checkpoint: Any, small: str) -> None:
+def test_with_a_draft_model(
+    model: Model, checkpoint: Any, small: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The model as its own draft, which is always right, and one that never is: through swaps and
-    recomputations, by the speculation's own choice of lengths."""
+    recomputations, by the speculation's own choice of lengths. Every mask is waited for: a row that
+    sits out for a late one verifies nothing of what was proposed to it."""
+    monkeypatch.setattr(host, "LATE_S", 60.0)
     folder, settings, answers = model
     sizes = SpeculationSizes(
         max_proposed=5, has_texts=False, has_recent=False, has_draft=True,
