@@ -136,12 +136,14 @@ def memory_errors() -> Iterator[None]:
 
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether an allocation failed: torch has a class for the device's memory alone, and reports
-    pinned memory, which uploads and downloads take, as any other error of CUDA."""
+    pinned memory, which uploads and downloads take, as any other error of CUDA. cuBLAS, which takes
+    a workspace, and Triton, which loads a kernel, have words of their own."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    if isinstance(error, torch.AcceleratorError):
-        return "out of memory" in str(error)
-    return "DefaultCPUAllocator" in str(error)
+    says = str(error)
+    if isinstance(error, torch.AcceleratorError) or says.startswith("Triton Error [CUDA]"):
+        return "out of memory" in says
+    return "DefaultCPUAllocator" in says or "CUBLAS_STATUS_ALLOC_FAILED" in says
 
 
 class CudaEvent:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from streamer.errors import ConfigError
-from streamer.model.runner.device import choose_device
+from streamer.model.runner.device import choose_device, memory_errors
 from tests.model.late_device import LateDevice
 
 
@@ -52,3 +52,34 @@ def test_an_upload_is_what_was_there_when_it_was_asked_for() -> None:
     assert there.tolist() != [0, 1, 2, 3]
     device.synchronize()
     assert there.tolist() == [0, 1, 2, 3]
+
+
+NO_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported later"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:119] DefaultCPUAllocator: not enough memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+]
+OTHERS = [
+    torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"),
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+]
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=str)
+def test_whatever_has_no_memory_is_a_memory_error(error: RuntimeError) -> None:
+    """As torch, cuBLAS and Triton say it; its first line is kept."""
+    with pytest.raises(MemoryError) as raised, memory_errors():
+        raise error
+    assert str(raised.value) == str(error).partition("\n")[0]
+
+
+@pytest.mark.parametrize("error", OTHERS, ids=str)
+def test_other_errors_of_a_device_stay_what_they_are(error: RuntimeError) -> None:
+    """They may have ended its context."""
+    with pytest.raises(RuntimeError) as raised, memory_errors():
+        raise error
+    assert raised.value is error
