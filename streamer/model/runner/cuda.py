@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 ALIGNED = 2  # int64 in 16 bytes: a kernel is compiled again for pointers not aligned to that
 WARMED_CONTEXT = 1024  # tokens of a row of the steps that compile kernels
+# Kernels are compiled again where a stride is a multiple of 16, as strides of transformers' code
+# are that its tokens multiply. Powers of two and a decode beside them are an odd number.
+EVEN_TOKENS = 16
 
 
 class StepBytes(NamedTuple):
@@ -126,18 +129,18 @@ class CudaRunner:
     def warm(self) -> None:
         """Compile every kernel that a step may need, before the first plan, which would wait.
 
-        Prompts of all sizes to a power of two, a decode beside each, with the logits of as many
-        tokens as may be drawn from or scored; the draws of logits as the model gives them and as
-        fp32, which those with bias, mask or penalties are; a copied block.
+        Prompts of all sizes to a power of two, and of EVEN_TOKENS with the decode that is beside
+        each, with the logits of as many tokens as may be drawn from or scored; the draws of logits
+        as the model gives them and as fp32, which those with bias, mask or penalties are; a copied
+        block.
         """
         pool, sizes = self._pool, self._sizes
         most = sizes.max_num_seqs + MAX_SCORED
         holds = min(sizes.max_model_len, pool.shape[0] * sizes.block_size, WARMED_CONTEXT)
-        count = 1
-        while count <= sizes.max_num_batched_tokens:
+        powers = (1 << n for n in range(sizes.max_num_batched_tokens.bit_length()))
+        for count in (*powers, EVEN_TOKENS - 1):
             lens = [*[holds] * (count // holds), *[count % holds] * (count % holds > 0), 1]
             logits = _prompts(self._model, pool, sizes.block_size, lens, most)[:1]
-            count *= 2
         slots = self._state.chosen[:1]
         for has_filters in (False, True):
             for x in (logits, logits.float()):
@@ -507,7 +510,7 @@ def step_bytes(
         num_last = min(count, rows + MAX_SCORED)
         logits = _prompts(model, pool, config.block_size, lens, num_last)
         num_drawn = rows if config.speculation_method == "none" else num_last
-        x = logits[:num_drawn, : model.vocab_size].float()
+        x = logits[:num_drawn, : model.vocab_size].to(torch.float32, copy=True)
         at = torch.arange(len(x), device=device.where)
         counts.penalise(x, at, at % rows, torch.ones(len(x), 1, 3, device=device.where))
         x.log_softmax(-1)
