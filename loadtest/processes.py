@@ -159,13 +159,14 @@ def kept(pid: int, field: str) -> int:
 def run_apart(
     command: Sequence[str], limit_s: float, show: Callable[[str], None] | None = None
 ) -> str:
-    """Run a command; returns why it failed, or "". It is killed when its time is over.
+    """Run a command; returns why it failed, or "". It is killed when its time is over, with all
+    that it started: an engine leads a process group of its own.
 
     Each line it prints goes to `show`; without `show` it shares this process's terminal.
     """
     output = None if show is None else subprocess.PIPE
     process = subprocess.Popen(command, stdout=output, text=True)
-    timer = threading.Timer(limit_s, process.kill)
+    timer = threading.Timer(limit_s, _kill, [process])
     timer.start()
     try:
         if show is not None:
@@ -175,8 +176,16 @@ def run_apart(
     finally:
         is_late = not timer.is_alive()
         timer.cancel()
-        process.kill()
+        _kill(process)
         process.communicate()
     if is_late:
         return f"killed after {limit_s:g} s"
     return f"its process ended with {code}" if code else ""
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kill a process and its descendants, unless it has ended."""
+    if process.poll() is None:
+        for pid in family(process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

@@ -36,6 +36,7 @@ from streamer.kernels.quantized import LIMITS, scales_of
 NARROW = 16  # rows of a decode's tile: the minimum of tl.dot
 WIDE = 64  # rows of a prefill's tile; half in float32 and beyond 128 dimensions
 KEY_ELEMENTS = {2: 8192, 4: 2048}  # elements of a tile of K, by bytes of one
+MAX_KEYS = 64  # of a tile
 STAGES = 3  # at two no load goes on while tiles are multiplied
 PROGRAMS = 1056  # that share the items of narrow tiles: 8 for each multiprocessor of an H200
 
@@ -230,10 +231,10 @@ class _Shape:
         self.narrow = max(NARROW, power_of_2(self.share))
         is_large = item_bytes == 4 or self.dim_pad > 128
         self.wide = max(WIDE // 2 if is_large else WIDE, self.narrow)
-        self.keys = min(64, max(16, KEY_ELEMENTS[item_bytes] // self.dim_pad))
+        self.keys = min(MAX_KEYS, max(16, KEY_ELEMENTS[item_bytes] // self.dim_pad))
         # Codes are widened in registers: with 4 warps Triton 3.6.0 spills 96 bytes of them, and
         # 272 of float32, which no tensor core multiplies.
-        is_heavy = item_bytes == 4 or self.wide > WIDE or pool_dtype in LIMITS
+        is_heavy = item_bytes == 4 or self.wide > 64 or pool_dtype in LIMITS
         self.warps = 8 if is_heavy else 4
         self.stages = STAGES
 

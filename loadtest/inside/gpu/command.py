@@ -9,6 +9,7 @@ section runs on any machine, and its figures mean nothing.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import logging
 import sys
 import tempfile
@@ -100,7 +101,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
     for logger in ("transformers", "ContinuousBatchingLogger"):
         logging.getLogger(logger).setLevel(logging.CRITICAL)  # a failure is raised, and reported
     if args.part is not None:
-        return 1 if _run_here(names[0], where, console, args.part).failure else 0
+        with _trace_of(args.part).open("w", encoding="utf-8") as file:
+            hangs_s = SECTIONS[names[0]].budget_s + GRACE_S / 2  # it is killed soon
+            faulthandler.dump_traceback_later(hangs_s, file=file)
+            part = _run_here(names[0], where, console, args.part)
+            faulthandler.cancel_dump_traceback_later()
+        return 1 if part.failure else 0
     out = args.out or (None if where.is_tiny else gpu_report.default_out(where.device))
     parts: dict[str, Part] = {}
     seconds: dict[str, float] = {}
@@ -132,7 +138,15 @@ def _run_apart(name: str, where: Where) -> Part:
         limit_s = SECTIONS[name].budget_s + GRACE_S
         failure = run_apart(_command(name, where, file), limit_s)
         part = msgspec.json.decode(file.read_bytes(), type=Part) if file.exists() else Part([])
-    return Part(part.figures, part.failure or failure, part.traceback)
+        trace = part.traceback
+        if failure and not trace and _trace_of(file).exists():
+            trace = _trace_of(file).read_text(encoding="utf-8")
+    return Part(part.figures, part.failure or failure, trace)
+
+
+def _trace_of(file: Path) -> Path:
+    """Where a section that hangs writes what its threads are at; `file` is its part's."""
+    return file.with_suffix(".trace")
 
 
 def _command(name: str, where: Where, file: Path) -> list[str]:

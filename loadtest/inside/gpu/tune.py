@@ -17,7 +17,7 @@ from streamer.errors import ConfigError
 from streamer.loadtest.inside.gpu.kernels import Shape, seconds_of
 from streamer.loadtest.inside.gpu.kernels import paged as paged_attention
 from streamer.loadtest.inside.gpu.models import Where
-from streamer.loadtest.inside.gpu.report import Report
+from streamer.loadtest.inside.gpu.report import Report, describe
 
 DECODE = Shape("decode 256 x 1,024, 16/8 heads of 128", 256, 1, 1024, 16, 8, 128)
 PREFILL = Shape("prefill 4 x 2,048, 16/8 heads of 128", 4, 2048, 2048, 16, 8, 128)
@@ -44,7 +44,7 @@ def _attention(name: str, values: tuple[object, ...]) -> list[Choice]:
 DECODES = [
     *_attention("PROGRAMS", (264, 528, 1056, 4224)),
     *_attention("STAGES", (2, 3, 4)),
-    *_attention("KEY_ELEMENTS", ({2: 4096, 4: 2048}, {2: 8192, 4: 2048}, {2: 16384, 4: 2048})),
+    *(Choice("paged", {"KEY_ELEMENTS": {2: n, 4: 2048}, "MAX_KEYS": 128}) for n in (4096, 16384)),
     *(Choice("items", {"MIN_SPLIT": n}) for n in (128, 256, 512)),
 ]
 PREFILLS = [*_attention("WIDE", (32, 64, 128)), *_attention("STAGES", (2, 3, 4))]
@@ -85,10 +85,21 @@ def _try(
         with _set(choice, where):
             try:
                 took = seconds_of(make(), where, report)
-            except (RuntimeError, ValueError) as error:  # a tile that does not fit
-                report.doing(f"{what}, {choice.says}: {error}")
+            except Exception as error:
+                if not _is_of_the_tile(error):
+                    raise
+                report.add(what, choice.says, 0.0, "us", f"does not fit: {describe(error)}")
                 continue
         report.add(what, choice.says, took * 1e6, "us", f"{used / took:.2f} of the speed as it is")
+
+
+def _is_of_the_tile(error: Exception) -> bool:
+    """Whether Triton can't compile a kernel with it, or the device has no room for it. An error of
+    the device itself ends the section: nothing after it can be trusted."""
+    if isinstance(error, torch.AcceleratorError) or str(error).startswith("Triton Error [CUDA]"):
+        return False
+    is_triton = type(error).__module__.startswith("triton.")  # whose classes have a base of its own
+    return is_triton or isinstance(error, (RuntimeError, ValueError))
 
 
 @contextmanager

@@ -31,6 +31,13 @@ from tests.model.torch_ops import TorchOps
 CPU = gpu_models.Where(torch.device("cpu"), is_tiny=True)
 
 
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits for a GPU say nothing of a busy CPU."""
+    longer = {name: section._replace(budget_s=600.0) for name, section in gpu.SECTIONS.items()}
+    monkeypatch.setattr(gpu, "SECTIONS", longer)
+
+
 def run(*flags: str) -> tuple[int, str]:
     """Exit code and output."""
     parser = argparse.ArgumentParser()
@@ -44,6 +51,7 @@ def new_report(budget_s: float = 60.0, **settings: Any) -> Report:
     return Report("x", budget_s, lambda what: None, Console(file=io.StringIO()), **settings)
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_every_section_runs_and_is_written(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     code, text = run("--out", str(out))
@@ -71,6 +79,7 @@ def test_every_section_runs_and_is_written(tmp_path: Path) -> None:
     assert all(word in text for word in ("section", "attention", "say nothing about speed"))
 
 
+@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("section", ["single", "batch", "step"])
 def test_sections_with_models_on_the_gpus_runner(
     monkeypatch: pytest.MonkeyPatch, section: str
@@ -152,6 +161,47 @@ def test_tuning_sets_a_kernels_constants_while_it_is_timed() -> None:
             pass
 
 
+def test_every_tile_that_is_tuned_is_another() -> None:
+    """Settings that the heads of the bench's shapes round to the same tile would time it twice."""
+    paged = pytest.importorskip("streamer.kernels.gpu.attention.paged")
+    cuda = gpu_models.Where(torch.device("cuda"), is_tiny=True)
+
+    def tile(choice: gpu_tune.Choice) -> tuple[int, ...]:
+        with gpu_tune._set(choice, cuda):
+            shape = paged._Shape(16, 8, 128, torch.bfloat16, torch.bfloat16)
+            return shape.keys, shape.narrow, shape.wide, shape.stages
+
+    used = gpu_tune.Choice("paged", {})
+    for choices in (gpu_tune.DECODES, gpu_tune.PREFILLS):
+        tiles = [tile(c) for c in choices if {"KEY_ELEMENTS", "STAGES", "WIDE"} & c.values.keys()]
+        assert len({*tiles, tile(used)}) >= len(tiles) - 1, "of each constant one is in use"
+
+
+def test_a_tile_that_does_not_fit_is_told_and_the_others_are_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the device itself says ends the section: nothing after it could be trusted."""
+    resources: Any = pytest.importorskip("triton.runtime.errors").OutOfResources
+    errors: list[Exception | None] = [None, resources(300_000, 232_448, "shared memory")]
+
+    def seconds(*_: Any) -> float:
+        if errors and (error := errors.pop(0)) is not None:
+            raise error
+        return 1e-6
+
+    monkeypatch.setattr(gpu_tune, "seconds_of", seconds)
+    report = new_report()
+    gpu_tune.tune(CPU, report)
+    found = report.part.figures
+    tried = len(gpu_tune.DECODES) + len(gpu_tune.PREFILLS) + 2 * len(gpu_tune.LINEARS)
+    assert len(found) == tried + 4
+    assert found[1].note.startswith("does not fit: OutOfResources: out of resource: shared memory")
+    assert [figure.value for figure in found].count(0.0) == 1
+    errors += [None, torch.AcceleratorError("CUDA error: an illegal memory access")]
+    with pytest.raises(torch.AcceleratorError, match="illegal"):
+        gpu_tune.tune(CPU, new_report())
+
+
 def test_a_section_that_takes_too_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     section = gpu.SECTIONS["batch"]
     monkeypatch.setitem(gpu.SECTIONS, "batch", section._replace(budget_s=0.0))
@@ -197,6 +247,35 @@ def test_a_process_that_dies_or_hangs_leaves_what_it_found(
     found = gpu._run_apart("swap", CPU)
     assert found.failure == failure
     assert found.figures == [Figure("s", "w", "m", 2.0, "x")]
+
+
+HANGING = """
+import os, sys, time
+from streamer.cli import main
+from streamer.loadtest.inside.gpu import command, kernels
+
+def stuck(*_):
+    time.sleep(1.0)
+    os._exit(7)
+
+kernels.swap, command.GRACE_S = stuck, 0.2
+command.SECTIONS["swap"] = command.Section(0.0, "")
+main(sys.argv[1:])
+"""
+
+
+def test_a_section_that_hangs_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its threads were at shortly before it is killed."""
+    make = gpu._command
+
+    def command(name: str, where: gpu_models.Where, file: Path) -> list[str]:
+        _, _, _, *arguments = make(name, where, file)
+        return [sys.executable, "-c", HANGING, *arguments]
+
+    monkeypatch.setattr(gpu, "_command", command)
+    found = gpu._run_apart("swap", CPU)
+    assert found.failure == "its process ended with 7"
+    assert "in stuck" in found.traceback
 
 
 def test_every_section_has_a_function() -> None:
