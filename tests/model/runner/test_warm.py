@@ -107,7 +107,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(Where, "make", LateDevice)
     monkeypatch.setattr(ops, "choose", lambda device: backend)
     monkeypatch.setattr(fallback, "_compare", lambda *_: None)  # with what was not computed
-    monkeypatch.setattr(multiply, "MIN_TILES", 1)  # so that small weights are split too
+    monkeypatch.setattr(multiply, "MIN_TILES", 1)  # so that small weights are split too, but
+    monkeypatch.setattr(multiply, "ENOUGH", 16)  # not beyond 128 rows
     monkeypatch.setattr(fp8, "has_products", lambda device: True)
     assert {m.__name__ for m in (decode_step, mixed_step, sample)} < sys.modules.keys()
     for kernels in [m for name, m in sys.modules.items() if name.startswith(backend.__package__)]:
