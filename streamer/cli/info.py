@@ -51,7 +51,8 @@ def rows(facts: CheckpointFacts, config: Config) -> list[tuple[str, str]]:
         by = SERVED_BY.get(facts.served_by)
         found.append(("architecture", facts.architecture + (f", served by {by}" if by else "")))
     if facts.num_parameters:
-        found.append(("parameters", f"{facts.num_parameters:,}, stored as {facts.stored_dtype}"))
+        stored = f"{_mib(facts.stored_bytes)} stored as {facts.stored_as}"
+        found.append(("parameters", f"{facts.num_parameters:,}, {stored}"))
     if facts.dtype:
         if facts.scheme:
             found.append(("quantized", facts.scheme))

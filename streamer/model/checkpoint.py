@@ -43,6 +43,12 @@ BITS = {
     "BOOL": 8,
 }
 SINGLE_FILE = "model.safetensors"
+# Where writers state the quantization that config.json has none of, and whose files these are.
+QUANTIZATION_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx")
 
 
@@ -100,6 +106,19 @@ class Checkpoint(msgspec.Struct, frozen=True):
             totals[entry.dtype] = totals.get(entry.dtype, 0) + entry.num_elements
         return max(totals, key=lambda name: totals[name])
 
+    @property
+    def stored_as(self) -> str:
+        """The dtypes of its tensors, that of most bytes first: "I32, F16"."""
+        sizes: dict[str, int] = {}
+        for entry in self.tensors.values():
+            sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.end - entry.start
+        return ", ".join(sorted(sizes, key=lambda name: -sizes[name]))
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of all tensors, in the files."""
+        return sum(entry.end - entry.start for entry in self.tensors.values())
+
 
 def open_checkpoint(path: Path, quantization: str | None = None) -> Checkpoint:
     """Read config and headers, or raise ModelNotSupported naming the missing or broken file."""
@@ -148,11 +167,23 @@ def _of_gguf(path: Path) -> Checkpoint:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The folder's config.json, or ModelNotSupported."""
+    """The folder's config.json, or ModelNotSupported.
+
+    Where it has no quantization_config, with that of the first of QUANTIZATION_FILES that is there.
+    """
     file = path / "config.json"
     if not file.is_file():
         raise ModelNotSupported(f"{path} has no config.json", param="model")
-    return _read_json(file)
+    config = _read_json(file)
+    if config.get("quantization_config") or config.get("compression_config"):
+        return config
+    for name, method in QUANTIZATION_FILES.items():
+        if (path / name).is_file():
+            stated = _read_json(path / name)
+            inner = stated.get("quantization")  # ModelOpt's, beside the name of its producer
+            stated = inner if isinstance(inner, dict) else stated
+            return {**config, "quantization_config": {"quant_method": method, **stated}}
+    return config
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from streamer.model.checkpoint import Checkpoint, TensorEntry
 from streamer.model.families import architecture_of
 from streamer.model.fields import MAX_COUNT, MAX_SIZE
 from streamer.model.loader import check_stored_dtypes
+from streamer.model.quantization.interface import check_numbers
 from streamer.model.quantization.schemes import parse_quantization, refuse_quantized
 from streamer.model.runner.device import CPU
 
@@ -49,7 +50,10 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.1}
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """What the runner must know of a fallback model before its weights are read."""
+    """What the runner must know of a fallback model before its weights are read.
+
+    scheme  how matrices are stored that become dense, "" where none does
+    """
 
     architecture: str
     vocab_size: int
@@ -59,6 +63,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     model_limit: int
     num_parameters: int
     windows: tuple[int | None, ...]  # tokens that each layer sees; None: all before
+    scheme: str = ""
 
 
 class PagedContext:
@@ -123,13 +128,17 @@ class Recording:
 def examine(checkpoint: Checkpoint) -> Shape:
     """The model's shape, or ModelNotSupported naming the architecture and what it lacks."""
     config, model_class = model_class_of(checkpoint.config)
-    check_stored_dtypes(e for e in checkpoint.tensors.values() if not _is_made_dense(checkpoint, e))
+    entries = checkpoint.tensors.values()
+    check_stored_dtypes(e for e in entries if not _is_made_dense(checkpoint, e))
+    is_made_dense = any(_is_made_dense(checkpoint, e) for e in entries)
     name = model_class.__name__
     layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(layers, int):
         raise _refusal(name, "its config.json names no num_hidden_layers")
     limit = _model_limit(config, name)
     model = _hollow_model(config, model_class)
+    if is_made_dense:
+        _check_codes(checkpoint, model)
     recording = _record(model, name, limit)
     if set(recording.seen) != set(range(layers)):
         raise _refusal(
@@ -150,6 +159,7 @@ def examine(checkpoint: Checkpoint) -> Shape:
         model_limit=limit,
         num_parameters=sum(p.numel() for p in model.parameters()),
         windows=tuple(recording.windows[layer] for layer in range(layers)),
+        scheme="MXFP4, made dense" if is_made_dense else "",
     )
 
 
@@ -157,6 +167,28 @@ def _is_made_dense(checkpoint: Checkpoint, entry: TensorEntry) -> bool:
     """Whether a tensor holds the codes or scales of matrices that become dense: see MADE_DENSE."""
     method = parse_quantization(checkpoint.config).method
     return method == "mxfp4" and entry.dtype == "U8" and entry.name.endswith(MXFP4_ENDS)
+
+
+def _check_codes(checkpoint: Checkpoint, model: Any) -> None:
+    """ModelNotSupported naming tensors of codes or scales that are missing or misshapen: what loads
+    them names none."""
+    found = checkpoint.tensors
+    problems = []
+    for name, parameter in model.named_parameters():
+        if not any(name + end in found for end in MXFP4_ENDS):
+            continue
+        experts, k, n = parameter.shape  # stored the other way round, 32 of k to a block
+        shapes = ((experts, n, k // 32, 16), (experts, n, k // 32))
+        for end, shape in zip(MXFP4_ENDS, shapes, strict=True):
+            entry = found.get(name + end)
+            if entry is None:
+                problems.append(f"{name}{end} is missing")
+            elif (entry.dtype, entry.shape) != ("U8", shape):
+                has = f"{entry.dtype} {list(entry.shape)}"
+                problems.append(f"{entry.name} is {has}, not U8 {list(shape)}")
+    if problems:
+        some = "; ".join(problems[:8]) + ("; ..." if len(problems) > 8 else "")
+        raise _refusal(type(model).__name__, f"{len(problems)} tensors of MXFP4 do not fit: {some}")
 
 
 def window_of(mask_function: Any, limit: int) -> int:
@@ -254,12 +286,11 @@ def load_fallback(
     """Load, compare with eager attention, pack; ModelNotSupported names what does not fit."""
     config, model_class = model_class_of(checkpoint.config)
     _quiet(show_progress)
-    is_made_dense = any(_is_made_dense(checkpoint, entry) for entry in checkpoint.tensors.values())
+    is_made_dense = bool(shape.scheme)
     if is_made_dense:
-        stored_bytes = sum(entry.end - entry.start for entry in checkpoint.tensors.values())
         dense_bytes = shape.num_parameters * dtype.itemsize
         says = "the MXFP4 matrices of %s become dense: %d MiB in memory, %d MiB in the file"
-        logger.warning(says, shape.architecture, dense_bytes >> 20, stored_bytes >> 20)
+        logger.warning(says, shape.architecture, dense_bytes >> 20, checkpoint.stored_bytes >> 20)
     model, info = model_class.from_pretrained(
         checkpoint.path,
         config=config,
@@ -273,6 +304,8 @@ def load_fallback(
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(map(str, info.get(kind, ()))):
             raise _refusal(shape.architecture, f"{kind.replace('_', ' ')}: {', '.join(names[:8])}")
+    for name, parameter in model.named_parameters():
+        check_numbers(name, parameter.detach())
     model.eval().to(device)
     with torch.inference_mode():
         tokens = (

@@ -30,7 +30,7 @@ from streamer.model.families import (
     parse_config,
 )
 from streamer.model.fields import MAX_SIZE
-from streamer.model.loader import DTYPES, check_tensors, choose_dtype
+from streamer.model.loader import DTYPES, check_tensors, choose_dtype, described
 from streamer.model.quantization.interface import DENSE, Matrix
 from streamer.model.quantization.schemes import parse_quantization
 from streamer.model.runner.device import CPU, choose_device
@@ -45,6 +45,8 @@ class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint is and what would fit here. `refused` says why it can't be served, or "".
 
     served_by           "decoder" (our own) or "transformers" (the fallback); "" where refused
+    stored_as           dtypes of the tensors in the files, that of most bytes first
+    stored_bytes        of all tensors, in the files
     scheme              how the quantized matrices are stored
     bits_per_weight     of the memory that the weights take here
     weight_bytes        in the computing dtype, or packed as they are quantized
@@ -58,7 +60,8 @@ class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True):
     served_by: str = ""
     refused: str = ""
     num_parameters: int = 0
-    stored_dtype: str = ""
+    stored_as: str = ""
+    stored_bytes: int = 0
     dtype: str = ""
     scheme: str = ""
     bits_per_weight: float = 0.0
@@ -147,7 +150,7 @@ def recognize(checkpoint: Checkpoint, dtype_setting: str, device: torch.device =
             decoder=decoder,
             fallback=None,
             dtype=str(dtype).removeprefix("torch."),
-            scheme=_scheme_of(matrices),
+            scheme=described(matrices),
             num_parameters=sum(math.prod(shape) for shape in shapes),
             weight_bytes=_weight_bytes(decoder, matrices, dtype, device),
             vocab_size=decoder.vocab_size,
@@ -170,6 +173,7 @@ def recognize(checkpoint: Checkpoint, dtype_setting: str, device: torch.device =
         decoder=None,
         fallback=shape,
         dtype=str(dtype).removeprefix("torch."),
+        scheme=shape.scheme,
         num_parameters=shape.num_parameters,
         weight_bytes=shape.num_parameters * dtype.itemsize,
         vocab_size=shape.vocab_size,
@@ -178,16 +182,6 @@ def recognize(checkpoint: Checkpoint, dtype_setting: str, device: torch.device =
         head_dim=shape.head_dim,
         model_limit=shape.model_limit,
     )
-
-
-def _scheme_of(matrices: dict[str, Matrix]) -> str:
-    """The schemes of the quantized matrices, that of most numbers first; "" where none is."""
-    sizes: dict[str, int] = {}
-    for matrix in matrices.values():
-        if matrix.scheme is not DENSE:
-            name = matrix.scheme.name
-            sizes[name] = sizes.get(name, 0) + matrix.n * matrix.k
-    return "; ".join(sorted(sizes, key=lambda name: -sizes[name]))
 
 
 def _weight_bytes(
@@ -221,7 +215,8 @@ def inspect_checkpoint(path: str | Path, config: Config | None = None) -> Checkp
         facts = replace(
             facts,
             architecture=architecture_of(checkpoint.config),
-            stored_dtype=checkpoint.stored_dtype,
+            stored_as=checkpoint.stored_as,
+            stored_bytes=checkpoint.stored_bytes,
             num_parameters=sum(t.num_elements for t in checkpoint.tensors.values()),
             eos_token_ids=eos_token_ids(checkpoint),
         )
@@ -310,7 +305,7 @@ def model_info(
         block_size=config.block_size,
         block_bytes=block_bytes,
         num_parameters=known.num_parameters,
-        stored_bytes=sum(t.end - t.start for t in known.checkpoint.tensors.values()),
+        stored_bytes=known.checkpoint.stored_bytes,
         weight_bytes=known.weight_bytes,
         quantization=known.scheme.partition(";")[0],
         generation_defaults=generation_defaults(known.checkpoint),

@@ -66,6 +66,12 @@ UNUSED = (
     r"(input|output|activation|input_global|q|k|v|prob)_(scale|zero_point)"
 )
 
+# Of names of tensors that no dense checkpoint has.
+QUANTIZED_ENDS = (
+    *(".qweight", ".SCB", ".weight.absmax"),
+    *(".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_blocks"),
+)
+
 
 def check_tensors(checkpoint: Checkpoint, config: DecoderConfig) -> dict[str, Matrix]:
     """How each matrix is read, by module; ModelNotSupported that names every missing, leftover or
@@ -104,11 +110,26 @@ def check_tensors(checkpoint: Checkpoint, config: DecoderConfig) -> dict[str, Ma
     ):
         problems.append(f"misshapen {_list(misshapen)}")
     if problems:
+        if not parsed.method and any(name.endswith(QUANTIZED_ENDS) for name in extra):
+            problems.append("they are quantized, and config.json has no quantization_config")
+        stored_as = described(matrices) if parsed.method else ""
+        as_what = f" quantized as {stored_as}" if stored_as else ""
         raise ModelNotSupported(
-            f"the tensors do not fit {config.architecture}: " + "; ".join(problems), param="model"
+            f"the tensors do not fit {config.architecture}{as_what}: {'; '.join(problems)}",
+            param="model",
         )
     _check_dtypes({name: rule for name, rule in expected.items() if name in found}, found)
     return matrices
+
+
+def described(matrices: dict[str, Matrix]) -> str:
+    """The schemes of the quantized matrices, that of most numbers first; "" where none is."""
+    sizes: dict[str, int] = {}
+    for matrix in matrices.values():
+        if matrix.scheme is not DENSE:
+            name = matrix.scheme.name
+            sizes[name] = sizes.get(name, 0) + matrix.n * matrix.k
+    return "; ".join(sorted(sizes, key=lambda name: -sizes[name]))
 
 
 def _schemes(

@@ -16,6 +16,7 @@ from streamer.kernels.ops import for_cpu
 from streamer.model import fallback
 from streamer.model.checkpoint import open_checkpoint
 from streamer.model.fallback import examine, load_fallback
+from streamer.model.inspect import inspect_checkpoint
 from tests.checkpoints import edit_config, reference_logits, reference_model
 from tests.model.hand import paged_logits
 from tests.model.test_decoder import random_tokens
@@ -59,14 +60,13 @@ def test_logits_equal_transformers(
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
-def test_mxfp4_experts_of_gpt_oss_become_dense(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The logits of the same weights stored dense; what that costs is logged."""
+def gpt_oss(folder: Path) -> tuple[Path, Path]:
+    """The same random model twice: its experts dense, and as MXFP4."""
     sizes = {**TINY, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 32, "head_dim": 16}
     config = transformers.GptOssConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)
     torch.manual_seed(0)
-    folders = [save(tmp_path / name, config, "GptOssForCausalLM") for name in ("dense", "codes")]
+    folders = save(folder / "dense", config, "GptOssForCausalLM"), folder / "codes"
+    shutil.copytree(*folders)
     tensors = load_file(folders[0] / "model.safetensors")
     codes = dict(tensors)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
@@ -78,19 +78,68 @@ def test_mxfp4_experts_of_gpt_oss_become_dense(
         found = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).long()
         values = torch.cat((E2M1, -E2M1))[found] * torch.exp2(scales.float() - 127)[..., None]
         tensors[name] = values.flatten(-2).transpose(1, 2).contiguous()
-    for folder, stored in zip(folders, (tensors, codes), strict=True):
-        save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    for to, stored in zip(folders, (tensors, codes), strict=True):
+        save_file(stored, to / "model.safetensors", {"format": "pt"})
     edit_config(folders[1], quantization_config={"quant_method": "mxfp4"})
-    opened = open_checkpoint(folders[1])
+    return folders
+
+
+def test_mxfp4_experts_of_gpt_oss_become_dense(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The logits of the same weights stored dense; what that costs is logged, and a fact."""
+    dense, codes = gpt_oss(tmp_path)
+    opened = open_checkpoint(codes)
     model = load_fallback(for_cpu(), opened, examine(opened), torch.float32, show_progress=False)
     assert "the MXFP4 matrices of GptOssForCausalLM become dense" in caplog.text
     tokens = random_tokens(40)
-    want = reference_logits(reference_model(folders[0]), tokens)
+    want = reference_logits(reference_model(dense), tokens)
     torch.testing.assert_close(paged_logits(model, tokens, cuts=(20,)), want, atol=1e-4, rtol=0)
+    facts = inspect_checkpoint(codes)
+    assert (facts.scheme, facts.bits_per_weight) == ("MXFP4, made dense", 32)
+    assert facts.stored_as == "F32, U8"
+    assert facts.stored_bytes < facts.weight_bytes
     other = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    edit_config(folders[1], quantization_config=other)
+    edit_config(codes, quantization_config=other)
     with pytest.raises(ModelNotSupported, match="GptOssForCausalLM quantized as bitsandbytes"):
-        examine(open_checkpoint(folders[1]))
+        examine(open_checkpoint(codes))
+
+
+@pytest.mark.parametrize(
+    ("end", "change", "says"),
+    [
+        ("scales", None, "scales is missing"),
+        ("blocks", None, "blocks is missing"),
+        ("scales", lambda t: t[:, :5], r"scales is U8 \[4, 5, 1\], not U8 \[4, 64, 1\]"),
+        ("scales", torch.Tensor.float, r"scales is F32 \[4, 64, 1\], not U8"),
+        ("blocks", lambda t: t.flatten(2), r"blocks is U8 \[4, 64, 16\], not U8 \[4, 64, 1, 16\]"),
+    ],
+)
+def test_codes_of_gpt_oss_that_do_not_fit_are_named(
+    tmp_path: Path, end: str, change: Any, says: str
+) -> None:
+    """Before anything is read: transformers' code would fail without a name after minutes."""
+    _, codes = gpt_oss(tmp_path)
+    tensors = load_file(codes / "model.safetensors")
+    name = f"model.layers.1.mlp.experts.down_proj_{end}"
+    stored = tensors.pop(name)
+    if change is not None:
+        tensors[name] = change(stored).contiguous()
+    save_file(tensors, codes / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelNotSupported, match=rf"layers\.1\.mlp\.experts\.down_proj_{says}"):
+        examine(open_checkpoint(codes))
+
+
+def test_weights_that_are_no_numbers_are_named(checkpoint: Any, tmp_path: Path) -> None:
+    """Every answer would be NaN."""
+    folder = Path(shutil.copytree(checkpoint("gpt2", 1), tmp_path / "m"))
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("h.1.mlp.c_fc.weight"))
+    tensors[name][2, 3] = torch.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    opened = open_checkpoint(folder)
+    with pytest.raises(ModelNotSupported, match=r"h\.1\.mlp\.c_fc\.weight: 1 are NaN"):
+        load_fallback(for_cpu(), opened, examine(opened), torch.float32, show_progress=False)
 
 
 def test_last_picks_rows(checkpoint: Any) -> None:

@@ -39,7 +39,7 @@ def test_facts_of_a_decoder(checkpoint: Any, reference: Any) -> None:
     assert facts.refused == ""
     assert (facts.architecture, facts.served_by) == ("Qwen2ForCausalLM", "decoder")
     assert facts.num_parameters == reference(folder).num_parameters()
-    assert (facts.dtype, facts.stored_dtype) == ("bfloat16", "BF16")
+    assert (facts.dtype, facts.stored_as) == ("bfloat16", "BF16")
     assert facts.weight_bytes == 2 * facts.num_parameters
     assert facts.kv_bytes_per_token == 3 * 2 * 2 * 16 * 2
     assert (facts.model_limit, facts.max_model_len, facts.vocab_size) == (512, 512, 256)

@@ -24,7 +24,7 @@ MAX_NAMES = 1 << 18  # characters of a list
 def refused(field: str, value: Any, expected: str) -> ModelNotSupported:
     """The error for a field's value."""
     return ModelNotSupported(
-        f"quantization_config: {field} must be {expected}, config.json says {str(value)[:100]}",
+        f"quantization_config: {field} must be {expected}, the checkpoint says {str(value)[:100]}",
         param=field,
     )
 

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from streamer.kernels.weights import QuantizedWeight
-from streamer.model.checkpoint import FLOATS
+from streamer.model.checkpoint import FLOATS, TensorEntry
 from streamer.model.quantization.bits import stored_layout, unpack, unsigned, words_as_bytes
 from streamer.model.quantization.gptq import (
     describe_group,
@@ -85,6 +85,15 @@ class Numbers(msgspec.Struct, frozen=True):
     @property
     def name(self) -> str:
         return f"{self.label}, {' or '.join(grid.name for grid in self.grids)}"
+
+    def seen(self, found: Mapping[str, TensorEntry]) -> Numbers:
+        """Itself; of grids of a matrix or its outputs, with the one that the scales there have."""
+        scales = next((found[s] for s in self.scale_names if s in found), None)
+        if scales is None or len(self.grids) == 1:
+            return self
+        is_one = scales.num_elements == 1
+        grids = tuple(grid for grid in self.grids if (grid.rows == -1) == is_one)
+        return msgspec.structs.replace(self, grids=grids)
 
     def stored(self, n: int, k: int, found: Collection[str]) -> dict[str, Stored]:
         scale = next((s for s in self.scale_names if s in found), self.scale_names[0])

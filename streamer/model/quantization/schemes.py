@@ -42,7 +42,8 @@ class Schemes(msgspec.Struct, frozen=True):
         weight = found.get("weight")
         if weight is not None and weight.dtype in FLOATS:
             return DENSE
-        return self.rule(module)
+        scheme = self.rule(module)
+        return scheme.seen(found) if isinstance(scheme, Numbers) else scheme
 
 
 def parse_quantization(config: dict[str, Any]) -> Schemes:

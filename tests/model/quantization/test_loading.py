@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,52 @@ def test_tensors_that_do_not_fit_are_named(folder: Path) -> None:
     assert f"{down}.qzeros is [3, 3], not [4, 8]" in error.value.message
 
 
+def test_what_config_says_is_named_beside_shapes_that_do_not_fit(folder: Path) -> None:
+    """Tensors alone do not tell whether a width or a group is wrong."""
+    edit_config(folder, quantization_config={**GPTQ, "group_size": 16})
+    says = "do not fit LlamaForCausalLM quantized as GPTQ, 4 bits, groups of 16, activation order:"
+    assert says in inspect_checkpoint(folder).refused
+
+
+def test_quantized_tensors_without_a_config_are_told_from_strange_ones(
+    folder: Path, checkpoint: Any, tmp_path: Path
+) -> None:
+    edit_config(folder, quantization_config=None)
+    assert "and config.json has no quantization_config" in inspect_checkpoint(folder).refused
+    dense = Path(shutil.copytree(checkpoint("llama", 1, **SIZES), tmp_path / "dense"))
+    change(dense, **{"model.layers.0.mlp.up_proj.lora_A.weight": torch.ones(2, 2)})
+    refused = inspect_checkpoint(dense).refused
+    assert refused.endswith("left over 1: model.layers.0.mlp.up_proj.lora_A.weight")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "stated"),
+    [
+        ("gptq", "quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": True}),
+        ("awq", "quant_config.json", {"w_bit": 4, "q_group_size": 64, "version": "GEMM"}),
+        ("fp8", "quantize_config.json", FP8),
+        (
+            "fp8",
+            "hf_quant_config.json",
+            {"producer": {"name": "modelopt"}, "quantization": FP8},
+        ),
+    ],
+)
+def test_a_quantization_that_a_file_of_its_own_states(
+    checkpoint: Any, tmp_path: Path, kind: str, name: str, stated: dict[str, Any]
+) -> None:
+    """As older writers have it; what config.json has comes first."""
+    folder = quantize_folder(checkpoint("llama", 1, **SIZES), tmp_path / "m", kind)
+    want = inspect_checkpoint(folder).scheme
+    edit_config(folder, quantization_config=None)
+    assert inspect_checkpoint(folder).refused
+    (folder / name).write_text(json.dumps(stated))
+    facts = inspect_checkpoint(folder)
+    assert (facts.scheme, facts.refused) == (want, "")
+    edit_config(folder, quantization_config={"quant_method": "hqq"})
+    assert "the checkpoint says hqq" in inspect_checkpoint(folder).refused
+
+
 def test_strange_dtypes_are_named(folder: Path) -> None:
     name = "model.layers.0.mlp.up_proj.qweight"
     change(folder, **{name: torch.zeros(8, 128)})
@@ -194,6 +241,8 @@ def test_facts_of_a_quantized_checkpoint(folder: Path) -> None:
     zeros = sum(n * 2 for n, _ in shapes)  # of up to 4 groups
     assert facts.weight_bytes == matrices // 2 + scales + zeros + 4 * others
     assert facts.bits_per_weight == 8 * facts.weight_bytes / facts.num_parameters
+    assert facts.stored_as == "F32, I32, F16"
+    assert facts.stored_bytes < (folder / "model.safetensors").stat().st_size
 
 
 def test_unknown_schemes_are_facts_too(folder: Path) -> None:

@@ -56,6 +56,17 @@ def test_names_of_schemes() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [((), "one scale a matrix"), ((1,), "one scale a matrix"), ((8, 1), "a scale for each output")],
+)
+def test_the_scales_of_a_file_say_what_they_are_for(shape: tuple[int, ...], says: str) -> None:
+    """Of FP8 without blocks config.json does not."""
+    scales = TensorEntry("x", "F32", shape, "model.safetensors", 0, 4)
+    found = schemes("fp8").of(UP, {"weight_scale": scales})
+    assert found.name == f"FP8, {says}"
+
+
 def test_targets_and_ignored_of_compressed_tensors() -> None:
     """A name comes before a pattern, a pattern before a class; patterns match from the start."""
     groups = {
