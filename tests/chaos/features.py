@@ -167,7 +167,7 @@ async def _steered(server: Server, body: dict[str, Any]) -> Any:
         try:
             async with Socket(server) as socket:
                 await socket.ask(body, first)
-                await _steer(server, socket, first, second, asked)
+                await steer(server, socket, first, second, asked)
         except LOST:
             await server.lost()
     text = text_of(first.final)
@@ -180,24 +180,33 @@ async def _steered(server: Server, body: dict[str, Any]) -> Any:
     return whole.outcome
 
 
-async def _steer(
+async def steer(
     server: Server, socket: Socket, first: Events, second: Events, asked: dict[str, Any]
 ) -> None:
-    """Follow the answer, steer it, and follow until it has ended and its successor began."""
-    is_steered = False
+    """Follow the answer, steer it, and follow until it has ended and its successor began.
+
+    None begins on this socket where it sent no steer, or one that was refused: the answer had ended
+    by the steer of a socket before it, which took the input along.
+    """
+    is_asked = is_refused = False
     async for event in socket.events():
-        if event["type"].startswith("response.steer."):
-            server.num_steered += event["type"] == "response.steer.accepted"
-            continue
-        if first.final is None:
+        kind = event["type"]
+        if kind.startswith("response.steer."):
+            server.num_steered += kind == "response.steer.accepted"
+            is_refused = kind == "response.steer.failed"
+        elif first.final is None:
             first.take(event)
         else:
             second.take(event)
         server.read()
-        if first.final is None and first.last >= NUM_STEERED and not is_steered:
-            is_steered = True
-            await socket.send("response.steer", previous_response_id=first.id, **asked)
-        if first.final is not None:
-            reason = first.final["incomplete_details"]["reason"]
-            if second.id or reason != "steered":
-                return
+        if first.final is None:
+            if first.last >= NUM_STEERED and not is_asked:
+                is_asked = True
+                await socket.send("response.steer", previous_response_id=first.id, **asked)
+        elif (
+            second.id
+            or is_refused
+            or not is_asked
+            or first.final["incomplete_details"]["reason"] != "steered"
+        ):
+            return

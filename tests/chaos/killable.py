@@ -11,14 +11,14 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import closing
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import httpx
-
 ROOT = Path(__file__).resolve().parent.parent.parent
-START_S = 120.0
+START_S, POLL_S = 120.0, 0.02
 
 
 def free_port() -> int:
@@ -50,6 +50,7 @@ class Killable:
         flags = {"host": "127.0.0.1", "port": self.port, "load_progress": False, **settings}
         self._command = ["serve", *_flags(flags)]
         self._forker: subprocess.Popen[str]
+        self._readying: asyncio.Task[None] | None = None
 
     def __enter__(self) -> Killable:
         with self.log.open("a") as log:
@@ -82,6 +83,7 @@ class Killable:
         pipe.write(json.dumps([*self._command, *_flags(settings)]) + "\n")
         pipe.flush()
         self.pid = int(answer.readline())
+        self._readying = None  # it waited for the process before
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Send the running process a signal, if there is one."""
@@ -93,16 +95,23 @@ class Killable:
     def wait_ready(self) -> None:
         """Wait until requests are taken."""
         end = time.monotonic() + START_S
-        while True:
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(self.url + "/ready").status_code == 200:
-                    return
+        while not self._is_ready():
             assert time.monotonic() < end, self.lines()[-2000:]
-            time.sleep(0.02)
+            time.sleep(POLL_S)
 
     async def ready(self) -> None:
-        """The same, for a program with a loop."""
-        await asyncio.to_thread(self.wait_ready)
+        """The same, for a program with a loop: all that wait ask together."""
+        if self._readying is None or self._readying.done():
+            self._readying = asyncio.create_task(asyncio.to_thread(self.wait_ready))
+        await asyncio.shield(self._readying)
+
+    def _is_ready(self) -> bool:
+        # not httpx.get: it reads the certificates each time, 49 ms that the server starts later
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=5.0)
+        with closing(connection), contextlib.suppress(OSError, HTTPException):
+            connection.request("GET", "/ready")
+            return connection.getresponse().status == 200
+        return False
 
     def restart(self, number: int = signal.SIGKILL) -> None:
         """End the process by this signal, and wait for the next one."""

@@ -21,7 +21,17 @@ import openai
 import pytest
 from websockets.typing import Subprotocol
 
-from tests.chaos.clients import Server, by_header, by_messagepack, by_query, by_socket, follow
+from tests.chaos import features
+from tests.chaos.clients import (
+    Events,
+    Server,
+    Socket,
+    by_header,
+    by_messagepack,
+    by_query,
+    by_socket,
+    follow,
+)
 from tests.chaos.killable import Killable
 from tests.clients.test_openai_js import check_reconnected, run, script
 from tests.clients.test_openai_python import OURS, Received, sync
@@ -129,12 +139,32 @@ async def test_an_answer_is_read_on_another_way(process: Killable) -> None:
     server = Server(process.url, process.ready)
     body = {**BODY, "seed": 5, "return_token_ids": True, "detach_s": 60}
     whole = await follow(server, body, by_query)
-    begun = await asyncio.gather(
-        *(follow(server, body, way, is_enough=lambda seen: seen.last >= 60) for way in WAYS)
-    )
+    begun = await asyncio.gather(*(follow(server, body, way, is_enough=has_begun) for way in WAYS))
     await asyncio.to_thread(process.restart)
     pairs = list(product(begun, WAYS))
     ends = await asyncio.gather(*(follow(server, {}, way, seen=deepcopy(b)) for b, way in pairs))
     for end in ends:
         assert end.outcome == whole.outcome
     assert not server.num_resumed
+
+
+async def test_a_lost_socket_takes_its_steer_along(process: Killable) -> None:
+    """Another socket brings the end of what was steered, and no successor."""
+    server, asked = Server(process.url, process.ready), {"input": "And then?"}
+    first, second = await follow(server, BODY, by_socket, is_enough=has_begun), Events()
+    async with Socket(server) as socket:
+        await socket.ask({}, first)
+        await socket.send("response.steer", previous_response_id=first.id, **asked)
+        async for event in socket.events():
+            if event["type"] == "response.steer.accepted":
+                break
+    await follow(server, {}, by_query, seen=deepcopy(first))
+    async with asyncio.timeout(10), Socket(server) as socket:
+        await socket.ask({}, first)
+        await features.steer(server, socket, first, second, asked)
+    assert first.final["incomplete_details"] == {"reason": "steered"}
+    assert not second.id
+
+
+def has_begun(seen: Events) -> bool:
+    return seen.last >= 60
