@@ -44,6 +44,9 @@ def test_a_file_is_a_gguf_or_refused_as_what_it_is(tmp_path: Path) -> None:
     assert resolve_model(Config(model=str(file))) == file
     with pytest.raises(ModelNotSupported, match=r"model\.gguf is a file, and no GGUF; a model is"):
         open_checkpoint(file)
+    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(ModelNotSupported, match=r"model\.gguf is a pointer of Git LFS"):
+        open_checkpoint(file)
 
 
 @pytest.mark.parametrize("model", ["./nothing", "/nothing/here", "~/nothing", "a/b/c"])

@@ -265,12 +265,17 @@ def test_a_port_in_use_is_an_error_that_names_it(capsys: pytest.CaptureFixture[s
 
 def test_info_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_checkpoint(tmp_path / "tiny", "llama")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(CHECKPOINT / name, folder)
     assert main(["info", str(folder), "--dtype", "float32", "--max-num-seqs", "2"]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "LlamaForCausalLM, served by the engine's own decoder" in output
     assert re.search(r"parameters [\d,]+, 0\.\d MiB stored as F32", output)
     assert "768 bytes a token, 12,288 a block of 16" in output  # 3 layers x K, V x 2 heads x 16 x 4
     assert "1,024 tokens in 64 blocks" in output  # two sequences of 512
+    (folder / "tokenizer.json").unlink()
+    assert main(["info", str(folder)]) == 1
+    assert "has no tokenizer.json" in capsys.readouterr().out
 
 
 def test_info_of_a_refused_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """`streamer info MODEL`: what a checkpoint is, what it needs, and whether it can be served here.
 
-Reads only headers and configs, never weights; a refused checkpoint is shown with the reason, and
-the exit code is 1.
+Reads only headers, configs and the tokenizer, never weights; a refused checkpoint is shown with the
+reason, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -9,9 +9,14 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from streamer.cli.arguments import UsageError, add_config_flags, config_from
+from streamer.errors import StreamerError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
 
     from streamer.config import Config
@@ -34,7 +39,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
     config = config_from(args)
     if is_fake(config.model):
         raise UsageError("MODEL: the fake model has no checkpoint")
-    facts = inspect_checkpoint(resolve_model(config), config)
+    path = resolve_model(config)
+    facts = inspect_checkpoint(path, config)
+    if not facts.refused:
+        facts = msgspec.structs.replace(facts, refused=_fault_of_tokenizer(path, config))
     for name, text in rows(facts, config):
         console.print(f"{name:>14}  ", end="", style="dim")
         console.print(text, markup=False, soft_wrap=True)
@@ -42,6 +50,17 @@ def run(args: argparse.Namespace, console: Console) -> int:
         console.print(f"{'refused':>14}  ", end="", style="red")
         console.print(facts.refused, markup=False, soft_wrap=True)
     return 1 if facts.refused else 0
+
+
+def _fault_of_tokenizer(path: Path, config: Config) -> str:
+    """Why there is no tokenizer for the checkpoint, or ""."""
+    from streamer.build import read_tokenizer
+
+    try:
+        read_tokenizer(path, config.chat_template)
+    except StreamerError as e:
+        return e.message
+    return ""
 
 
 def rows(facts: CheckpointFacts, config: Config) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,6 +44,7 @@ BITS = {
     "BOOL": 8,
 }
 SINGLE_FILE = "model.safetensors"
+POINTER = b"version https://git-lfs.github.com/"  # begins what git keeps in a large file's place
 # Where writers state the quantization that config.json has none of, and whose files these are.
 QUANTIZATION_FILES = {
     "quantize_config.json": "gptq",
@@ -124,6 +126,8 @@ def open_checkpoint(path: Path, quantization: str | None = None) -> Checkpoint:
     """Read config and headers, or raise ModelNotSupported naming the missing or broken file."""
     if path.is_file() and is_gguf(path):
         return msgspec.structs.replace(_of_gguf(path), quantization=quantization)
+    if path.is_file():
+        _refuse_pointer(path)
     if path.exists() and not path.is_dir():
         raise ModelNotSupported(
             f"{path} is a file, and no GGUF; a model is a folder with config.json, "
@@ -173,7 +177,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     file = path / "config.json"
     if not file.is_file():
-        raise ModelNotSupported(f"{path} has no config.json", param="model")
+        raise ModelNotSupported(f"{path} has no config.json{_served_as(path)}", param="model")
     config = _read_json(file)
     if config.get("quantization_config") or config.get("compression_config"):
         return config
@@ -210,24 +214,34 @@ def _weight_files(path: Path) -> dict[str, set[str] | None]:
                 param="model",
             )
         return dict(files)
-    if files_here := sorted(f.name for f in path.glob("*.gguf")):
-        raise ModelNotSupported(
-            f"{path} has no model.safetensors; a GGUF file is served by its own name: "
-            f"{_some(files_here)}",
-            param="model",
-        )
     others = sorted(f.name for pattern in OTHER_WEIGHTS for f in path.glob(pattern))
-    if others:
+    if others and not any(path.glob("*.gguf")):
         raise ModelNotSupported(
             f"{path} has no model.safetensors, only {_some(others)}; weights are read from "
             "safetensors and GGUF alone, convert them first",
             param="model",
         )
     raise ModelNotSupported(
-        f"{path} has neither model.safetensors nor model.safetensors.index.json; a GGUF file of a "
-        "repository is served as REPOSITORY:Q4_K_M",
+        f"{path} has neither model.safetensors nor model.safetensors.index.json{_served_as(path)}",
         param="model",
     )
+
+
+def _served_as(path: Path) -> str:
+    """How GGUF files are served: those of the folder, or of a repository of which it is a part."""
+    if files := sorted(f.name for f in path.glob("*.gguf")):
+        return f"; a GGUF file is served by its own name: {_some(files)}"
+    return "; a GGUF file of a repository is served as REPOSITORY:Q4_K_M"
+
+
+def _refuse_pointer(file: Path) -> None:
+    """ModelNotSupported for a file whose contents were not fetched with the repository."""
+    with suppress(OSError), file.open("rb") as f:
+        if f.read(len(POINTER)) == POINTER:
+            raise ModelNotSupported(
+                f"{file} is a pointer of Git LFS, not the file: `git lfs pull` fetches it",
+                param="model",
+            )
 
 
 def weight_files(path: Path) -> tuple[str, ...]:
@@ -254,6 +268,7 @@ def _indexed_files(path: Path) -> dict[str, set[str]]:
 def _read_header(file: Path, room: int) -> tuple[dict[str, TensorEntry], int]:
     """The safetensors header, and its bytes: 8 of little-endian length, then JSON of at most
     `room`; every tensor has the bytes of its shape, side by side with the next."""
+    _refuse_pointer(file)
     size = file.stat().st_size
     with file.open("rb") as f:
         start = f.read(8)

@@ -40,6 +40,18 @@ def cut(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-10])
 
 
+def gguf_alone(folder: Path) -> None:
+    """As downloaded from a repository of GGUF files."""
+    only_gguf(folder)
+    (folder / "config.json").unlink()
+
+
+def pointer(folder: Path) -> None:
+    """As a clone without git-lfs leaves it."""
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    (folder / "model.safetensors").write_text(text)
+
+
 def only_gguf(folder: Path) -> None:
     for file in folder.glob("model*"):
         file.unlink()
@@ -103,7 +115,9 @@ BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
         lambda f: (shutil.rmtree(f), f.write_text("")),
         "is a file, and no GGUF; a model is a folder",
     ),
-    ("no config", lambda f: (f / "config.json").unlink(), "no config.json"),
+    ("no config", lambda f: (f / "config.json").unlink(), r"no config\.json; .* REPOSITORY:Q4_K_M"),
+    ("GGUF alone", gguf_alone, r"no config\.json; a GGUF file is served by its own name: m\.gguf"),
+    ("a pointer", pointer, r"model\.safetensors is a pointer of Git LFS"),
     ("bad config", lambda f: (f / "config.json").write_text("{"), "can't be read as JSON"),
     ("list config", lambda f: (f / "config.json").write_text("[]"), "no JSON object"),
     ("no shard", lambda f: shards(f)[1].unlink(), "lacks 1 of "),

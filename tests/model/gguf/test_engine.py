@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -20,7 +21,7 @@ from streamer.model.inspect import generation_defaults, recognize
 from streamer.model.loader import load_decoder
 from streamer.tokenizer.tokenizer import Tokenizer
 from tests.checkpoints import reference_logits, reference_model
-from tests.model.gguf_files import Kind, add_tokenizer, rounded, write_gguf
+from tests.model.gguf_files import Kind, add_bytes, add_tokenizer, rounded, write_gguf
 from tests.model.hand import paged_logits
 
 MESSAGES = [{"role": "user", "content": "What is 12 + 30?  naïve <|im_end|> 日本"}]
@@ -94,6 +95,22 @@ def test_info_of_a_damaged_file_names_the_field(
     shown = capsys.readouterr().out
     assert "refused" in shown
     assert "it ends at byte" in shown
+
+
+def test_info_of_a_file_whose_split_is_unknown_names_it(
+    checkpoint: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its weights fit; its texts would be split otherwise than in training."""
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        add_bytes(writer)
+        writer.kv_data[0]["tokenizer.ggml.pre"].value = "no-such-split"
+
+    folder = Path(shutil.copytree(checkpoint("llama", 1), tmp_path / "m"))
+    file = write_gguf(folder, tmp_path / "m.gguf", lambda name: Kind.F32, add=add)
+    assert main(["info", str(file)]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "refused tokenizer.ggml.pre: 'no-such-split' is not one of" in shown
 
 
 Windows = list[list[int]]
