@@ -1,11 +1,15 @@
 /** The client against a fake socket: the frames it sends, and its state after those it receives. */
 
-import { afterEach, expect, test } from "vitest";
+import { afterEach, beforeEach, expect, test, vi } from "vitest";
 import type { Client, ConnectionState } from "../src/client/index.ts";
 import { completed, connected, created, delta, FakeSocket, responseOf, tick } from "./fake-socket.ts";
 
 let client: Client;
-afterEach(() => client.close());
+beforeEach(() => void vi.useFakeTimers());
+afterEach(() => {
+  client.close();
+  vi.useRealTimers();
+});
 
 function refusal(status: number, code: string): Response {
   return Response.json({ error: { message: code, type: "x", param: null, code } }, { status });

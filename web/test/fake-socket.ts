@@ -1,8 +1,9 @@
 /**
  * A WebSocket class whose other end is the test: sent frames are kept, received ones set by the
- * test.
+ * test, and time goes on by `tick` alone (`vi.useFakeTimers` in the test's file).
  */
 
+import { vi } from "vitest";
 import { Client, type ClientOptions, type SocketLike } from "../src/client/index.ts";
 import type { ClientEvent, Response, ServerEvent } from "../src/client/wire/responses.ts";
 
@@ -93,4 +94,7 @@ export const completed = (lane: string, id: string, sequence_number: number): Se
   stream_id: lane,
 });
 
-export const tick = (ms = 0): Promise<void> => new Promise((resolve) => setTimeout(resolve, ms));
+/** Let what is due within so many milliseconds happen. */
+export const tick = async (ms = 0): Promise<void> => {
+  await vi.advanceTimersByTimeAsync(ms);
+};

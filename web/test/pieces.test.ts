@@ -1,6 +1,6 @@
 /** Reasoning and calls of tools: from events, over a cut, into the next turn. */
 
-import { afterEach, beforeAll, describe, expect, test, vi } from "vitest";
+import { afterEach, beforeAll, beforeEach, describe, expect, test, vi } from "vitest";
 import type { Client } from "../src/client/index.ts";
 import type { ServerEvent } from "../src/client/wire/responses.ts";
 import { Answer } from "../src/chat/conversation/answer.ts";
@@ -17,7 +17,11 @@ beforeAll(() => {
 });
 
 let client: Client;
-afterEach(() => client?.close());
+beforeEach(() => void vi.useFakeTimers());
+afterEach(() => {
+  client?.close();
+  vi.useRealTimers();
+});
 
 const LANE = "lane-1";
 const thinking = (text: string) => ({ type: "reasoning", id: "rs", status: "completed", content: text ? [{ type: "reasoning_text", text }] : [], summary: [] });
