@@ -83,6 +83,15 @@ describe("the pieces of an answer", () => {
     expect(answer.pieces.value.every(({ ms }) => ms !== undefined)).toBe(true);
   });
 
+  test("have the server's time of the reasoning in the end, however late its events came", async () => {
+    const { answer } = await after(20);
+    const usage = { output_tokens: 900, output_tokens_details: { reasoning_tokens: 600 } };
+    const end = { ...completed(LANE, "r1", 21), timing: { per_token_s: 0.005 } } as unknown as { response: object };
+    FakeSocket.last.say({ ...end, response: { ...end.response, usage } } as unknown as ServerEvent);
+    expect(answer.pieces.value.map(({ ms }) => ms! > 2000)).toEqual([true, false, false]);
+    expect(answer.pieces.value[0]!.ms).toBeCloseTo(3000);
+  });
+
   test("count tokens by the deltas, not by the events around them", async () => {
     for (const [count, tokens] of [[5, 1], [6, 2], [12, 3], [18, 5]] as const) {
       const { stream } = await after(count);

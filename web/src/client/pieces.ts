@@ -11,7 +11,10 @@ export interface Piece {
   /** Its text; a call's arguments, JSON once it is done. */
   text: string;
   isDone: boolean;
-  /** Milliseconds from its first event to its last so far; absent where it was not seen live. */
+  /**
+   * Milliseconds from its first event to its last so far; absent where it was not seen live. Of an
+   * answer's only reasoning, at the end: how long the server took.
+   */
   ms?: number;
   /** Of a call: the function, and the id that its result names. */
   name?: string;
@@ -58,6 +61,12 @@ export class Pieces {
   add({ type, delta, output_index }: PieceDelta, now: number): void {
     this.#at(output_index, KIND_OF[type]).text += delta;
     this.#touch(output_index, now);
+  }
+
+  /** The server's time of the reasoning: here its events may have come late, or once more. */
+  timed(ms: number): void {
+    const [thought, ...others] = this.list.filter(({ kind }) => kind === "reasoning");
+    if (thought && others.length === 0) thought.ms = ms; // how it divides among several is unknown
   }
 
   #at(index: number, kind: Piece["kind"]): Piece {

@@ -252,7 +252,10 @@ export class ResponseStream extends Emitter<StreamEvents> {
     this.timing = event.timing ?? this.timing;
     if (event.type === "response.created") this.setId(event.response.id);
     if (!["response.completed", "response.incomplete", "response.failed"].includes(event.type)) return;
-    this.tokens = event.response.usage?.output_tokens ?? this.tokens;
+    const { usage } = event.response;
+    this.tokens = usage?.output_tokens ?? this.tokens;
+    const reasonedMs = (usage?.output_tokens_details.reasoning_tokens ?? 0) * (this.timing?.per_token_s ?? 0) * 1000;
+    if (reasonedMs > 0) this.#pieces.timed(reasonedMs);
     const error = event.response.error;
     if (error) this.error = new ClientError(error["message"] ?? "the response failed", 500, error["code"] ?? null);
     // A response that the server's stop cut off has reached no limit of its own.

@@ -232,7 +232,7 @@ export class Answer {
   }
 }
 
-const isSame = (one: Piece, other: Piece | undefined): boolean => one.text.length === other?.text.length && one.isDone === other.isDone && one.kind === other.kind && one.text === other.text;
+const isSame = (one: Piece, other: Piece | undefined): boolean => one.text.length === other?.text.length && one.isDone === other.isDone && one.kind === other.kind && one.ms === other.ms && one.text === other.text;
 
 /** The prompt's length: at the end the server's count, until then the last known one. */
 function inputOf(stream: ResponseStream, before: number | undefined): Pick<Figures, "inputTokens"> {
