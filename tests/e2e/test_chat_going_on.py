@@ -28,6 +28,47 @@ def test_a_reload_in_an_answer_goes_on_with_it(page: Page) -> None:
     expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible()
 
 
+# Until a reload aborts it, with all that came after it: no other transaction of the page begins.
+OCCUPY = """async () => {
+    const opened = indexedDB.open("streamer");
+    await new Promise((done) => (opened.onsuccess = done));
+    const stores = ["conversations", "messages"];
+    const store = opened.result.transaction(stores, "readwrite").objectStore("messages");
+    const next = () => (store.count().onsuccess = next);
+    next();
+}"""
+
+
+def test_a_reload_before_anything_is_written_loses_nothing(page: Page) -> None:
+    limit(page, LENGTH)
+    page.evaluate(OCCUPY)
+    begun(ask(page, "How far can you count?"))
+    page.reload()
+    answer = page.locator("article.assistant")
+    expect(answer.locator(".meta")).to_contain_text(f"{LENGTH} tokens")
+    assert len(check_counting(finished(answer))) == LENGTH
+    address = page.url
+    page.evaluate(OCCUPY)
+    page.locator(".entry").hover()
+    page.get_by_role("button", name="More actions for How far can you count?").click()
+    page.get_by_role("button", name="Delete", exact=True).click()
+    page.get_by_role("dialog").get_by_role("button", name="Delete", exact=True).click()
+    page.reload()
+    page.goto(address)
+    expect(page.get_by_text("Chat not found")).to_be_visible()
+
+
+def test_a_question_that_was_lost_with_the_page_is_asked_again(page: Page) -> None:
+    limit(page, LENGTH)
+    page.evaluate("() => void (WebSocket.prototype.send = () => undefined)")
+    expect(ask(page, "How far can you count?").locator(".meta")).to_have_text("sending")
+    page.reload()
+    answer = page.locator("article.assistant")
+    expect(answer.locator(".meta")).to_contain_text(f"{LENGTH} tokens")
+    assert len(check_counting(finished(answer))) == LENGTH
+    expect(page.locator("article")).to_have_count(2)
+
+
 def test_a_second_tab_follows_and_both_have_all_of_it(page: Page, server: Running) -> None:
     limit(page, LENGTH)
     other = page.context.new_page()
@@ -55,6 +96,10 @@ def test_a_second_tab_can_stop_it(page: Page, server: Running) -> None:
     other.get_by_role("button", name="Stop", exact=True).click()
     expect(page.locator("article.assistant .meta")).to_contain_text("stopped")
     check_counting(finished(page.locator("article.assistant")))
+    begun(ask(page, "Once more."))
+    begun(other.locator("article.live"))  # a tab that was there before the answer
+    other.get_by_role("button", name="Stop", exact=True).click()
+    finished(page.locator("article.assistant").last)
     server.wait_idle()
     other.close()
 
@@ -64,16 +109,14 @@ def test_a_cut_network_loses_nothing(open_page: OpenPage, server: Running) -> No
         page = connected(open_page(proxy.url))
         limit(page, LENGTH)
         answer = begun(ask(page, "How far can you count?"))
-        seen: list[str] = []
-        page.expose_function("seen", lambda state: seen.append(state))
         page.evaluate(
-            """() => new MutationObserver(() => seen(badge.dataset.state)).observe(
+            """() => void new MutationObserver(() => (window.seen ??= badge.dataset.state)).observe(
                 badge, {attributes: true, attributeFilter: ["data-state"]})"""
         )
         proxy.cut()
-        assert len(check_counting(finished(answer))) == LENGTH
+        page.wait_for_function("window.seen === 'reconnecting'")
         connected(page)
-        assert "reconnecting" in seen
+        assert len(check_counting(finished(answer))) == LENGTH
 
 
 def test_an_answer_the_server_forgot_is_reported_and_its_text_kept(

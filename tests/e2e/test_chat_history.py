@@ -22,24 +22,6 @@ def two_chats(page: Page) -> None:
     expect(entries(page)).to_have_text(["Of pears", "Of apples"])
 
 
-KEPT = """async ([names, numAnswers]) => {
-    const of = (request) => new Promise((done) => (request.onsuccess = () => done(request.result)));
-    const database = await of(indexedDB.open("streamer"));
-    const all = (name) => of(database.transaction(name).objectStore(name).getAll());
-    const [chats, messages] = [await all("conversations"), await all("messages")];
-    database.close();
-    const ended = messages.filter(({ answer }) => answer?.status === "incomplete");
-    return chats.map(({ name }) => name).sort().join() === names.join()
-        && ended.length === numAnswers && messages.length === chats.length + numAnswers;
-}"""
-
-
-def reload(page: Page, names: list[str], num_answers: int) -> None:
-    """Once these chats ("": no name of its own) are on the disk, each with one question."""
-    page.wait_for_function(KEPT, arg=[sorted(names), num_answers])
-    page.reload()
-
-
 def do(page: Page, chat: str, action: str) -> None:
     page.locator(".entry", has_text=chat).hover()
     page.get_by_role("button", name=f"More actions for {chat}", exact=True).click()
@@ -104,7 +86,7 @@ def test_names_and_deletions_stay_after_a_reload(page: Page) -> None:
     page.get_by_role("button", name="Delete", exact=True).click()
     dialog.get_by_role("button", name="Delete", exact=True).click()
     expect(entries(page)).to_have_text(["Fruit"])
-    reload(page, ["Fruit"], 1)
+    page.reload()
     expect(entries(page)).to_have_text(["Fruit"])
     entries(page).first.click()
     expect(page.locator("article.user .text")).to_have_text(["Of apples"])
@@ -128,7 +110,7 @@ def test_a_reload_shows_the_same_chat_with_its_branches(page: Page) -> None:
     act(answer, "Regenerate")
     finished(answer)
     before = answer.locator(".meta").text_content() or ""
-    reload(page, ["", ""], 3)
+    page.reload()
     expect(answer.locator(".picker span")).to_have_text("2/2")
     expect(answer.locator(".meta")).to_have_text(before)
     connected(page)

@@ -55,6 +55,7 @@ export interface Listener {
 
 const NOTHING: Figures = { tokens: 0, tokensPerS: 0, firstMs: null, cachedTokens: 0 };
 const ENDS: ReadonlySet<StreamStatus> = new Set(["completed", "incomplete", "cancelled", "failed", "gone"]);
+export const hasEnded = (status: StreamStatus): boolean => ENDS.has(status);
 export const NEVER_SENT = "The page was closed before the server received this question. Ask it again.";
 
 export class Answer {
@@ -108,7 +109,7 @@ export class Answer {
     this.text.value = kept.text;
     this.pieces.value = kept.pieces ?? (kept.text ? [{ kind: "text", text: kept.text, isDone: true }] : []);
     this.figures.value = kept.figures;
-    const isLost = kept.responseId === null && !ENDS.has(kept.status);
+    const isLost = kept.responseId === null && !hasEnded(kept.status);
     this.status.value = isLost ? "gone" : kept.status;
     const fault = isLost ? { message: NEVER_SENT, code: "gone" } : kept.fault;
     this.error.value = fault ? new ClientError(fault.message, 0, fault.code) : null;
@@ -132,7 +133,7 @@ export class Answer {
 
   /** Whether it was live when it was stored: `resume` then. */
   get isUnfinished(): boolean {
-    return this.responseId !== null && !this.isLive.value && !ENDS.has(this.status.value);
+    return this.responseId !== null && !this.isLive.value && !hasEnded(this.status.value);
   }
 
   /** Whether there is nothing but text. */

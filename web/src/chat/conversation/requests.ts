@@ -191,6 +191,12 @@ export function resumeAnswer(conversation: Conversation, message: Message): void
   it.follow(client.resume({ id: it.responseId, after, text: after < 0 ? "" : text, ...(pieces && { pieces }) }), listenerFor(conversation, message));
 }
 
+/** Request an answer again whose page was left before its id came. */
+export function askAgain(conversation: Conversation, message: Message): void {
+  const { answer: it, parent } = message;
+  if (it && parent) it.follow(begin(parent, it.origin), listenerFor(conversation, message));
+}
+
 function add(conversation: Conversation, question: Message, origin: Origin): Message {
   const made = new Answer(origin);
   const message = conversation.add({ role: "assistant", parent: question, text: "", answer: made });

@@ -1,10 +1,10 @@
 /** The history: loads stored chats, resumes live answers, and follows changes of other tabs. */
 
 import { client } from "../../app/connection.ts";
-import { resumeAnswer, sendWaitingQuestions } from "../conversation/requests.ts";
+import { askAgain, resumeAnswer, sendWaitingQuestions } from "../conversation/requests.ts";
 import type { Conversation } from "../conversation/conversation.ts";
 import { restoreDraft } from "../conversation/drafts.ts";
-import { keepAll, listen, load, type TabMessage } from "./database.ts";
+import { keepAll, leave, listen, load, type TabMessage } from "./database.ts";
 import { addMessage, arrange, fromFile, merge, toConversation, toFile, type KeptMessage } from "./records.ts";
 import { announcement, conversations, current, forget, isLoaded, open } from "../conversation/store.ts";
 
@@ -13,6 +13,7 @@ const DETACH_S = 300; // how long an answer runs without a reader: a reload, a c
 export async function begin(): Promise<void> {
   client.update({ detach_s: DETACH_S });
   const loading = load();
+  addEventListener("pagehide", leave);
   // it may concern a chat that is being loaded
   listen((message) => void loading.then(() => onTabMessage(message)));
   const kept = await loading;
@@ -24,12 +25,10 @@ export async function begin(): Promise<void> {
   conversations.value = [...conversations.value, ...fresh].sort((a, b) => b.created - a.created);
   for (const conversation of fresh) restoreDraft(conversation);
   isLoaded.value = true;
-  for (const conversation of fresh) resumeAll(conversation);
+  for (const conversation of fresh) {
+    for (const message of conversation.messages.value) (kept.unanswered.has(message.id) ? askAgain : resumeAnswer)(conversation, message);
+  }
   sendWaitingQuestions();
-}
-
-function resumeAll(conversation: Conversation): void {
-  for (const message of conversation.messages.value) resumeAnswer(conversation, message);
 }
 
 function onTabMessage(message: TabMessage): void {

@@ -2,7 +2,7 @@
  * Conversations as records: for the database, for other tabs and for files. No DOM, no database.
  */
 
-import { Answer, type KeptAnswer } from "../conversation/answer.ts";
+import { Answer, hasEnded, type KeptAnswer } from "../conversation/answer.ts";
 import { Conversation, type CallResult, type Message } from "../conversation/conversation.ts";
 
 export interface KeptConversation {
@@ -104,8 +104,7 @@ export function merge(own: Conversation, other: Conversation): number {
 
 /** An answer that was live at export counts as ended: another browser may lack the key for it. */
 function asEnded(answer: KeptAnswer): KeptAnswer {
-  const isLive = !["completed", "incomplete", "cancelled", "failed", "gone"].includes(answer.status);
-  return isLive ? { ...answer, responseId: null, status: "cancelled" } : { ...answer, responseId: null };
+  return { ...answer, responseId: null, status: hasEnded(answer.status) ? answer.status : "cancelled" };
 }
 
 function parse(text: string): Exported {
