@@ -15,7 +15,7 @@ from tests.server.support.running import Running
 
 __all__ = ["server_with"]  # a fixture of the server's tests, for these too
 
-expect.set_options(timeout=20_000)  # a busy machine may be slow; no test waits for a fixed time
+expect.set_options(timeout=60_000)  # a busy machine may be slow; no test waits for a fixed time
 
 OpenPage = Callable[..., Page]
 

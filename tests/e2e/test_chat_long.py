@@ -66,21 +66,21 @@ def noted(page: Page) -> Callable[[], set[str]]:
 
 def test_the_reason_an_answer_waits_is_shown(server_with: Any, open_page: OpenPage) -> None:
     """One row: the second answer waits in the queue, then its prompt is prefilled in chunks."""
-    server = server_with(model="fake:tokens_per_s=60", max_num_seqs=1, max_num_batched_tokens=64)
+    server = server_with(model="fake:tokens_per_s=20", max_num_seqs=1, max_num_batched_tokens=64)
     page = connected(open_page(server.url))
     page.get_by_label("Answers per question").select_option("2")
-    limit(page, 20)
+    limit(page, 10)
     notes = noted(page)
     ask(page, "x" * 1000)
     answers = page.locator("article.assistant")
     expect(answers).to_have_count(2)
     for answer in answers.all():
-        assert check_counting(finished(answer))[-1] == 20
+        assert check_counting(finished(answer))[-1] == 10
     assert "waiting, 1 ahead in the queue" in notes() or "waiting" in notes()
     read = [re.match(r"reading ([\d,]+) of ([\d,]+) prompt tokens", note) for note in notes()]
     done = {found[1] for found in read if found}
     (total,) = {found[2].replace(",", "") for found in read if found}
-    assert len(done) > 3
+    assert len(done) > 1
     assert f"of {total}" in notes()
 
 
@@ -88,7 +88,7 @@ def test_a_preempted_response_gets_an_event_and_goes_on(
     server_with: Any, open_page: OpenPage
 ) -> None:
     """The pool is too small for two."""
-    server = server_with(model="fake:tokens_per_s=200", num_gpu_blocks_override=16)
+    server = server_with(model="fake:tokens_per_s=100", num_gpu_blocks_override=16)
     page = connected(open_page(server.url))
     page.get_by_label("Answers per question").select_option("2")
     limit(page, 180)

@@ -19,7 +19,7 @@ LENGTH = 500
 
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[Killable]:
-    settings = {"model": "fake:tokens_per_s=200", "journal": tmp_path / "journal"}
+    settings = {"model": "fake:tokens_per_s=100", "journal": tmp_path / "journal"}
     with Killable(tmp_path / "log", **settings) as it:
         it.start()
         it.wait_ready()
