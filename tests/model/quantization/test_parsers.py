@@ -114,7 +114,8 @@ def _by_group(values: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("is_v1", [True, False], ids=["v1", "v2"])
 @pytest.mark.parametrize(
-    ("bits", "group", "order"), [(4, 32, False), (4, 64, True), (8, 32, True), (4, -1, False)]
+    ("bits", "group", "order"),
+    [(4, 32, False), (4, 64, True), (8, 32, True), (4, -1, False), (2, 64, True)],
 )
 def test_gptq(bits: int, group: int, order: bool, is_v1: bool) -> None:
     """Codes by hand, with zero points of 0 and 15, and columns in the order of activations."""
@@ -264,6 +265,21 @@ def test_four_bit_floats_of_compressed_tensors(form: str) -> None:
     expected = expected * (scales / factor).repeat_interleave(group, 1)
     schemes = parse_quantization({"quantization_config": config.model_dump(mode="json")})
     torch.testing.assert_close(parse(schemes.of("lm_head", {}), tensors, n, k), expected)
+
+
+def test_eight_bit_floats_with_powers_of_two_of_compressed_tensors() -> None:
+    """MXFP8: its own compressor and decompressor, scales of a byte."""
+    args = QuantizationArgs(
+        num_bits=8, type="float", strategy="group", group_size=32, scale_dtype=torch.uint8
+    )
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    config = QuantizationConfig(config_groups={"group_0": scheme}, format="mxfp8-quantized")
+    scales = torch.exp2(torch.randint(-9, -6, (16, 4)).float())
+    compressor: Any = BaseCompressor.get_value_from_registry("mxfp8-quantized")
+    tensors = compressor.compress({"weight": torch.randn(16, 128), "weight_scale": scales}, scheme)
+    expected = compressor.decompress(dict(tensors), scheme)["weight"].float()
+    schemes = parse_quantization({"quantization_config": config.model_dump(mode="json")})
+    assert torch.equal(parse(schemes.of("lm_head", {}), tensors, 16, 128), expected)
 
 
 def test_nvfp4_of_modelopt_multiplies() -> None:
