@@ -18,6 +18,7 @@ from streamer.core.sizes import ModelInfo
 from streamer.engine.core import InFlight, Owner, Runner
 from streamer.engine.engine import AsyncEngine, GenerateRequest
 from streamer.engine.flow import Limits
+from streamer.engine.requests import Progress
 from streamer.engine.stream import Delta, TokenStream
 from streamer.fake.model import FakeRunner, fake_tokenizer, load_fake
 
@@ -161,12 +162,13 @@ LETTERS = tuple(bytes([b]) for b in range(256))
 
 def lone_stream(
     calls: Calls | None = None, *, request_id: str = "r", n: int = 1, window: int = 0,
-    detach_s: float | None = None, pause_s: float = 60.0, linger_s: float = 30.0, **params: Any,
+    detach_s: float | None = None, pause_s: float = 60.0, linger_s: float = 30.0,
+    progress: Progress | None = None, **params: Any,
 ) -> TokenStream:  # fmt: skip
     """A stream without an engine: tokens are bytes."""
     asked = SamplingParams(n=n, seed=5, **params)
     return TokenStream(
-        GenerateRequest(prompt=(1, 2, 3), params=asked, request_id=request_id),
+        GenerateRequest(prompt=(1, 2, 3), params=asked, request_id=request_id, progress=progress),
         Limits(window, detach_s, pause_s, linger_s),
         calls or Calls(),
         LETTERS,

@@ -142,6 +142,7 @@ class ResponseEvents:
         self._text = text
         self._is_extended = is_extended
         self._after = self.number = after
+        self._was_live = not stream.is_finished
         self._lane: str | UnsetType = UNSET if lane is None else lane
         self._has_ids = bool(context.body.return_token_ids) and TOKEN_IDS in include
         self._has_logprobs = LOGPROBS in include
@@ -276,6 +277,10 @@ class ResponseEvents:
         ]
 
     def _terminal(self, number: int, response: Response) -> Event:
+        # A crash cuts off what was sent and not recorded; a response that is cancelled before that
+        # is drawn again ends before what this reader has seen, and it has not seen that end.
+        if self._was_live or (self._stream.is_restored and number < self._after):
+            number = max(number, self._after + 1)
         kind = {"cancelled": "incomplete"}.get(response.status, response.status)
         s = self._stream
         own = OwnUsage(

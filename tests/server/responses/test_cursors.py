@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
 import pytest
 
-from streamer.core.plan import Finish, FinishReason, TokenLogprob
+from streamer.core.plan import Drawn, Finish, FinishReason, TokenLogprob
+from streamer.engine.requests import Progress
 from streamer.engine.stream import Delta, TokenStream
 from streamer.errors import EngineDead
 from streamer.server.context import Context
 from streamer.server.openai import chat
+from streamer.server.parsing.formats import TOOL_FORMATS, ModelFormat
+from streamer.server.parsing.tools import Parsing
 from streamer.server.responses import body as responses
 from streamer.server.responses.events import ResponseEvents
+from streamer.server.responses.parsed import response_events
 from streamer.server.responses.types import Event
 from tests.engine.helpers import lone_stream
 from tests.server.support.counting import Event as Frame
@@ -50,7 +55,7 @@ def response_stream(reason: FinishReason | None, tail: bytes = b"", **fields: An
 
 async def events_after(stream: TokenStream, after: int, is_split: bool = False) -> list[Any]:
     """The events of a reader that resumes after a number, as plain values."""
-    events = ResponseEvents(stream, letter, after=after)
+    events = response_events(stream, letter, after=after)
     out: list[Event] = events.opening()
     try:
         async with aclosing(stream.read(events.tokens_at(after))) as batches:
@@ -137,6 +142,23 @@ async def test_live_events_have_the_numbers_of_the_replay() -> None:
         stream.end(Finish("r", 0, FinishReason.CANCELLED, 10))
         live += events.deltas([d for d in await anext(reader) if isinstance(d, Delta)])
     assert [msgspec.to_builtins(e) for e in live] == await events_after(stream, -1, True)
+
+
+@pytest.mark.parametrize("is_parsed", [False, True])
+async def test_an_end_before_what_was_seen_is_seen(is_parsed: bool) -> None:
+    """Of a restored response that is cancelled before what a crash cut off is drawn again."""
+    stream = lone_stream(progress=Progress(outputs=(Drawn((97, 98)),), created=1.0))
+    body = msgspec.convert({"input": "x"}, responses.ResponseCreate)
+    parsing = Parsing(ModelFormat(calls=TOOL_FORMATS["hermes"])) if is_parsed else None
+    stream.context = Context(kind="response", tenant="", body=body, model="m", parsing=parsing)
+    live = asyncio.create_task(events_after(stream, 30))
+    await asyncio.sleep(0)
+    stream.end(Finish("r", 0, FinishReason.CANCELLED, 2))
+    stream.wake()
+    end = (await events_after(stream, -1))[-1]
+    assert end["type"] == "response.incomplete"
+    assert await live == await events_after(stream, 30) == [{**end, "sequence_number": 31}]
+    assert await events_after(stream, end["sequence_number"]) == []
 
 
 async def test_the_object_is_the_last_events() -> None:
