@@ -66,10 +66,12 @@ UNUSED = (
     r"(input|output|activation|input_global|q|k|v|prob)_(scale|zero_point)"
 )
 
-# Of names of tensors that no dense checkpoint has.
-QUANTIZED_ENDS = (
-    *(".qweight", ".SCB", ".weight.absmax"),
-    *(".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_blocks"),
+# Tensors that no dense matrix has, by their names after the module's.
+QUANTIZED = frozenset(
+    [
+        *("qweight", "SCB", "weight.absmax"),
+        *("weight_packed", "weight_scale", "weight_scale_inv", "weight_blocks"),
+    ]
 )
 
 
@@ -110,8 +112,7 @@ def check_tensors(checkpoint: Checkpoint, config: DecoderConfig) -> dict[str, Ma
     ):
         problems.append(f"misshapen {_list(misshapen)}")
     if problems:
-        if not parsed.method and any(name.endswith(QUANTIZED_ENDS) for name in extra):
-            problems.append("they are quantized, and config.json has no quantization_config")
+        problems += _taken_for_dense(parsed.method, schemes)
         stored_as = described(matrices) if parsed.method else ""
         as_what = f" quantized as {stored_as}" if stored_as else ""
         raise ModelNotSupported(
@@ -120,6 +121,22 @@ def check_tensors(checkpoint: Checkpoint, config: DecoderConfig) -> dict[str, Ma
         )
     _check_dtypes({name: rule for name, rule in expected.items() if name in found}, found)
     return matrices
+
+
+def _taken_for_dense(
+    method: str, schemes: dict[str, tuple[Scheme, dict[str, TensorEntry], tuple[int, ...]]]
+) -> list[str]:
+    """What config.json says too little of, where matrices are quantized that it gives no scheme."""
+    modules = sorted(
+        module
+        for module, (scheme, stored, _) in schemes.items()
+        if scheme is DENSE and not QUANTIZED.isdisjoint(stored)
+    )
+    if not modules:
+        return []
+    if not method:
+        return ["they are quantized, and config.json has no quantization_config"]
+    return [f"quantization_config leaves out what is quantized, {_list(modules)}"]
 
 
 def described(matrices: dict[str, Matrix]) -> str:

@@ -126,11 +126,15 @@ def test_what_config_says_is_named_beside_shapes_that_do_not_fit(folder: Path) -
     assert says in inspect_checkpoint(folder).refused
 
 
-def test_quantized_tensors_without_a_config_are_told_from_strange_ones(
+def test_quantized_tensors_that_config_does_not_name_are_told_from_strange_ones(
     folder: Path, checkpoint: Any, tmp_path: Path
 ) -> None:
     edit_config(folder, quantization_config=None)
     assert "and config.json has no quantization_config" in inspect_checkpoint(folder).refused
+    skipped = {**GPTQ, "dynamic": {r"-:.*\.1\.mlp\.up_proj": {}}}
+    edit_config(folder, quantization_config=skipped)
+    says = "; quantization_config leaves out what is quantized, 1: model.layers.1.mlp.up_proj"
+    assert inspect_checkpoint(folder).refused.endswith(says)
     dense = Path(shutil.copytree(checkpoint("llama", 1, **SIZES), tmp_path / "dense"))
     change(dense, **{"model.layers.0.mlp.up_proj.lora_A.weight": torch.ones(2, 2)})
     refused = inspect_checkpoint(dense).refused
