@@ -83,31 +83,6 @@ INLINE void find_keys(const Op *op, const int64_t *table, int64_t head, int64_t 
     }
 }
 
-#if HAS_DOT
-/* 16 rows of 16 elements of 4 bytes -> their columns. */
-INLINE void transpose(__m512i row[16]) {
-    __m512i other[16];
-    for (int i = 0; i < 16; i += 2) {
-        other[i] = _mm512_unpacklo_epi32(row[i], row[i + 1]);
-        other[i + 1] = _mm512_unpackhi_epi32(row[i], row[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4)
-        for (int j = 0; j < 2; j++) {
-            row[i + 2 * j] = _mm512_unpacklo_epi64(other[i + j], other[i + j + 2]);
-            row[i + 2 * j + 1] = _mm512_unpackhi_epi64(other[i + j], other[i + j + 2]);
-        }
-    for (int i = 0; i < 16; i += 8)
-        for (int j = 0; j < 4; j++) {
-            other[i + j] = _mm512_shuffle_i32x4(row[i + j], row[i + j + 4], 0x88);
-            other[i + j + 4] = _mm512_shuffle_i32x4(row[i + j], row[i + j + 4], 0xdd);
-        }
-    for (int j = 0; j < 8; j++) {
-        row[j] = _mm512_shuffle_i32x4(other[j], other[j + 8], 0x88);
-        row[j + 8] = _mm512_shuffle_i32x4(other[j], other[j + 8], 0xdd);
-    }
-}
-#endif
-
 /* TILE keys -> a panel [D][TILE], bfloat16 in pairs for the dot product; fetches the keys
  * of `next`, or their first half where the multiplication fetches the second. */
 INLINE void pack_keys(char *panel, const char *const *keys, const char *const *next, int64_t D,

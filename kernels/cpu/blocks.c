@@ -37,19 +37,33 @@ INLINE void half_to(float *to, const uint8_t *b) {
     if (to) *to = half_at(b);
 }
 
+/* 16 bytes, in words whose shifts need a mask. As single bytes GCC would take them one by one, since
+ * codes could overlap what is read. */
+typedef uint32_t Sixteen __attribute__((vector_size(16)));
+typedef Sixteen sixteen_any __attribute__((aligned(1), may_alias));
+#define EACH_BYTE(x) ((x) * 0x01010101u)
+
+INLINE Sixteen sixteen_at(const uint8_t *b) { return *(const sixteen_any *)b; }
+INLINE void put_sixteen(uint8_t *codes, Sixteen x) { *(sixteen_any *)codes = x; }
+
 INLINE void nibbles(const uint8_t *b, uint8_t *codes, int count) {
     if (!codes) return;
-    for (int i = 0; i < count; i++) {
-        codes[i] = b[i] & 15;
-        codes[i + count] = b[i] >> 4;
+    for (int i = 0; i < count; i += 16) {
+        Sixteen x = sixteen_at(b + i);
+        put_sixteen(codes + i, x & EACH_BYTE(15u));
+        put_sixteen(codes + i + count, x >> 4 & EACH_BYTE(15u));
     }
 }
 
+/* codes |= 16 times the 32 bits at b. */
 INLINE void fifth_bits(const uint8_t *b, uint8_t *codes) {
+    uint8_t all[32];
     uint32_t bits;
     if (!codes) return;
     memcpy(&bits, b, 4);
-    for (int i = 0; i < 32; i++) codes[i] |= (uint8_t)((bits >> i & 1) << 4);
+    for (int i = 0; i < 32; i++) all[i] = (uint8_t)((bits >> i & 1) << 4);
+    for (int i = 0; i < 32; i += 16)
+        put_sixteen(codes + i, sixteen_at(codes + i) | sixteen_at(all + i));
 }
 
 /* Eight scales and mins of 6 bits each, in 12 bytes. */
@@ -72,8 +86,10 @@ INLINE void q2_k(const uint8_t *b, uint8_t *codes, float *scales, float *offsets
         offsets[i] = lowest * (float)(b[i] >> 4);
     }
     for (int part = 0; codes && part < 8; part++)
-        for (int i = 0; i < 32; i++)
-            codes[part * 32 + i] = b[16 + part / 4 * 32 + i] >> part % 4 * 2 & 3;
+        for (int i = 0; i < 32; i += 16) {
+            Sixteen x = sixteen_at(b + 16 + part / 4 * 32 + i) >> (uint32_t)(part % 4 * 2);
+            put_sixteen(codes + part * 32 + i, x & EACH_BYTE(3u));
+        }
 }
 
 INLINE void q3_k(const uint8_t *b, uint8_t *codes, float *scales) {
@@ -84,9 +100,10 @@ INLINE void q3_k(const uint8_t *b, uint8_t *codes, float *scales) {
         scales[i] = d * (float)((low | (packed[8 + i % 4] >> i / 4 * 2 & 3) << 4) - 32);
     }
     for (int part = 0; codes && part < 8; part++)
-        for (int i = 0; i < 32; i++) {
-            int low = b[32 + part / 4 * 32 + i] >> part % 4 * 2 & 3;
-            codes[part * 32 + i] = (uint8_t)(low | (b[i] >> part & 1) << 2);
+        for (int i = 0; i < 32; i += 16) {
+            Sixteen low = sixteen_at(b + 32 + part / 4 * 32 + i) >> (uint32_t)(part % 4 * 2);
+            Sixteen high = sixteen_at(b + i) >> (uint32_t)part;
+            put_sixteen(codes + part * 32 + i, (low & EACH_BYTE(3u)) | (high & EACH_BYTE(1u)) << 2);
         }
 }
 
@@ -101,7 +118,11 @@ INLINE void q5_k(const uint8_t *b, uint8_t *codes, float *scales, float *offsets
     if (!codes) return;
     for (int part = 0; part < 4; part++) nibbles(b + 48 + part * 32, codes + part * 64, 32);
     for (int part = 0; part < 8; part++)
-        for (int i = 0; i < 32; i++) codes[part * 32 + i] |= (uint8_t)((b[16 + i] >> part & 1) << 4);
+        for (int i = 0; i < 32; i += 16) {
+            uint8_t *to = codes + part * 32 + i;
+            Sixteen high = sixteen_at(b + 16 + i) >> (uint32_t)part & EACH_BYTE(1u);
+            put_sixteen(to, sixteen_at(to) | high << 4);
+        }
 }
 
 INLINE void q6_k(const uint8_t *b, uint8_t *codes, float *scales) {
@@ -110,9 +131,10 @@ INLINE void q6_k(const uint8_t *b, uint8_t *codes, float *scales) {
     for (int half = 0; codes && half < 2; half++) {
         nibbles(b + half * 64, codes + half * 128, 64);
         for (int part = 0; part < 4; part++)
-            for (int i = 0; i < 32; i++) {
-                int high = b[128 + half * 32 + i] >> part * 2 & 3;
-                codes[half * 128 + part * 32 + i] |= (uint8_t)(high << 4);
+            for (int i = 0; i < 32; i += 16) {
+                uint8_t *to = codes + half * 128 + part * 32 + i;
+                Sixteen high = sixteen_at(b + 128 + half * 32 + i) >> (uint32_t)(part * 2);
+                put_sixteen(to, sixteen_at(to) | (high & EACH_BYTE(3u)) << 4);
             }
     }
 }
@@ -123,72 +145,82 @@ INLINE float half_power(uint32_t e) {
     return bits.f;
 }
 
-/* Every block of a row with `STEPS`, which sees b, codes, scales and offsets of the block. */
-#define EACH(FORMAT, BYTES, WEIGHTS, GROUPS, STEPS)                           \
-    case FORMAT:                                                              \
-        for (int64_t i = 0; i < blocks; i++) {                                \
-            const uint8_t *b = row + i * (BYTES);                             \
-            uint8_t *c = codes ? codes + i * (WEIGHTS) : 0;                   \
-            float *s = scales ? scales + i * (GROUPS) : 0;                    \
-            float *o = offsets ? offsets + i * (GROUPS) : 0;                  \
-            (void)o;                                                          \
-            STEPS                                                             \
-        }                                                                     \
-        return (Sizes){BYTES, WEIGHTS, GROUPS};
-
 typedef struct {
     int bytes, weights, groups; /* of a block */
 } Sizes;
 
-static Sizes unpack_row(int64_t format, int64_t blocks, const uint8_t *row, uint8_t *codes,
-                        float *scales, float *offsets) {
+static const Sizes sizes_of[] = {
+    [BYTES_LAYOUT] = {1, 1, 0}, [SIGNED_LAYOUT] = {1, 1, 0}, [NIBBLES_LAYOUT] = {1, 2, 0},
+    [Q4_0] = {18, 32, 1},       [Q4_1] = {20, 32, 1},        [Q5_0] = {22, 32, 1},
+    [Q5_1] = {24, 32, 1},       [Q8_0] = {34, 32, 1},        [Q2_K] = {84, 256, 16},
+    [Q3_K] = {110, 256, 16},    [Q4_K] = {144, 256, 8},      [Q5_K] = {176, 256, 8},
+    [Q6_K] = {210, 256, 16},    [IQ4_NL] = {18, 32, 1},      [MXFP4] = {17, 32, 1},
+};
+
+/* Every block of a row with `STEPS`, which sees b, codes, scales and offsets of the block. */
+#define EACH(FORMAT, STEPS)                                                   \
+    case FORMAT:                                                              \
+        for (int64_t i = 0; i < blocks; i++) {                                \
+            const Sizes each = sizes_of[FORMAT];                              \
+            const uint8_t *b = row + i * each.bytes;                          \
+            uint8_t *c = codes ? codes + i * each.weights : 0;                \
+            float *s = scales ? scales + i * each.groups : 0;                 \
+            float *o = offsets ? offsets + i * each.groups : 0;               \
+            (void)o;                                                          \
+            STEPS                                                             \
+        }                                                                     \
+        return;
+
+static void unpack_row(int64_t format, int64_t blocks, const uint8_t *row, uint8_t *codes,
+                       float *scales, float *offsets) {
     switch (format) {
-    EACH(Q4_0, 18, 32, 1, { half_to(s, b); nibbles(b + 2, c, 16); })
-    EACH(Q4_1, 20, 32, 1, { half_to(s, b); half_to(o, b + 2); nibbles(b + 4, c, 16); })
-    EACH(Q5_0, 22, 32, 1, { half_to(s, b); nibbles(b + 6, c, 16); fifth_bits(b + 2, c); })
-    EACH(Q5_1, 24, 32, 1, {
+    EACH(Q4_0, { half_to(s, b); nibbles(b + 2, c, 16); })
+    EACH(Q4_1, { half_to(s, b); half_to(o, b + 2); nibbles(b + 4, c, 16); })
+    EACH(Q5_0, { half_to(s, b); nibbles(b + 6, c, 16); fifth_bits(b + 2, c); })
+    EACH(Q5_1, {
         half_to(s, b);
         half_to(o, b + 2);
         nibbles(b + 8, c, 16);
         fifth_bits(b + 4, c);
     })
-    EACH(Q8_0, 34, 32, 1, {
+    EACH(Q8_0, {
         half_to(s, b);
-        for (int j = 0; c && j < 32; j++) c[j] = b[2 + j] ^ 128;
+        for (int j = 0; c && j < 32; j += 16)
+            put_sixteen(c + j, sixteen_at(b + 2 + j) ^ EACH_BYTE(128u));
     })
-    EACH(Q2_K, 84, 256, 16, { q2_k(b, c, s, o); })
-    EACH(Q3_K, 110, 256, 16, { q3_k(b, c, s); })
-    EACH(Q4_K, 144, 256, 8, { q4_k(b, c, s, o); })
-    EACH(Q5_K, 176, 256, 8, { q5_k(b, c, s, o); })
-    EACH(Q6_K, 210, 256, 16, { q6_k(b, c, s); })
-    EACH(IQ4_NL, 18, 32, 1, { half_to(s, b); nibbles(b + 2, c, 16); })
-    EACH(MXFP4, 17, 32, 1, {
+    EACH(Q2_K, { q2_k(b, c, s, o); })
+    EACH(Q3_K, { q3_k(b, c, s); })
+    EACH(Q4_K, { q4_k(b, c, s, o); })
+    EACH(Q5_K, { q5_k(b, c, s, o); })
+    EACH(Q6_K, { q6_k(b, c, s); })
+    EACH(IQ4_NL, { half_to(s, b); nibbles(b + 2, c, 16); })
+    EACH(MXFP4, {
         if (s) *s = half_power(b[0]);
         nibbles(b + 1, c, 16);
     })
     }
-    return (Sizes){0, 0, 0};
 }
 
 INLINE int is_by_rows(int64_t layout) { return layout != WORDS_LAYOUT && layout != OUTPUTS_LAYOUT; }
 
-/* Codes of a row from column `first` on, a multiple of 256, of a layout that is_by_rows. */
-static void codes_of_row(int64_t layout, const uint8_t *rows, int64_t K, int64_t row, int64_t first,
-                         int64_t count, uint8_t *codes) {
+/* Bytes of `count` columns, a multiple of 256 or all, in a layout that is_by_rows. */
+INLINE int64_t bytes_of(int64_t layout, int64_t count) {
+    return count / sizes_of[layout].weights * sizes_of[layout].bytes;
+}
+
+/* `count` codes in such a layout. */
+static void codes_from(int64_t layout, const uint8_t *from, int64_t count, uint8_t *codes) {
     if (layout == BYTES_LAYOUT) {
-        memcpy(codes, rows + row * K + first, (size_t)count);
+        memcpy(codes, from, (size_t)count);
     } else if (layout == SIGNED_LAYOUT) {
-        for (int64_t i = 0; i < count; i++) codes[i] = rows[row * K + first + i] ^ 128;
+        for (int64_t i = 0; i < count; i++) codes[i] = from[i] ^ 128;
     } else if (layout == NIBBLES_LAYOUT) {
-        const uint8_t *from = rows + (row * K + first) / 2;
         for (int64_t i = 0; i < count / 2; i++) {
             codes[2 * i] = from[i] & 15;
             codes[2 * i + 1] = from[i] >> 4;
         }
     } else {
-        Sizes each = unpack_row(layout, 0, 0, 0, 0, 0);
-        const uint8_t *from = rows + (row * K + first) / each.weights * each.bytes;
-        unpack_row(layout, count / each.weights, from, codes, 0, 0);
+        unpack_row(layout, count / sizes_of[layout].weights, from, codes, 0, 0);
     }
 }
 
@@ -234,14 +266,13 @@ static void unpack_run(const Op *op, const Step *step, int64_t chunk, Worker *me
         unpack_words(op, first, last, N);
         return;
     }
-    for (int64_t row = first; codes && row < last; row++)
-        for (int64_t k = 0; k < K; k += UNPACK_COLUMNS)
-            codes_of_row(layout, op->p[0], K, row, k, min_int(UNPACK_COLUMNS, K - k),
-                         codes + row * K + k);
-    if (!scales) return;
-    Sizes each = unpack_row(layout, 0, 0, 0, 0, 0);
-    int64_t blocks = K / each.weights, groups = blocks * each.groups;
-    for (int64_t row = first; row < last; row++)
-        unpack_row(layout, blocks, (const uint8_t *)op->p[0] + row * blocks * each.bytes, 0,
-                   scales + row * groups, offsets ? offsets + row * groups : 0);
+    const uint8_t *stored = op->p[0];
+    const int64_t blocks = K / sizes_of[layout].weights, groups = blocks * sizes_of[layout].groups;
+    for (int64_t row = first; row < last; row++) {
+        const uint8_t *from = stored + row * bytes_of(layout, K);
+        if (codes) codes_from(layout, from, K, codes + row * K);
+        if (scales)
+            unpack_row(layout, blocks, from, 0, scales + row * groups,
+                       offsets ? offsets + row * groups : 0);
+    }
 }

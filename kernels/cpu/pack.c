@@ -25,53 +25,76 @@ INLINE int64_t row_of(const Op *op, int64_t panel, int64_t j) {
     return row >= half ? -1 : j < VW ? row : row + half;
 }
 
-/* `count` words of `size` bytes from a row, or zeros, to every TILE-th word. */
-#define SCATTER(TYPE, to, from, count)                                           \
-    for (int64_t i = 0; i < (count); i++)                                        \
-        ((TYPE *)(to))[i * TILE] = (from) ? ((const TYPE *)(from))[i] : (TYPE)0;
+/* 4-byte words of each row, or zeros where it is 0, to [count][TILE]. */
+static void pack_words(char *to, const char *const *rows, int64_t count) {
+    int64_t i = 0;
+#if VW == 16
+    for (; i + 16 <= count; i += 16)
+        for (int half = 0; half < TILE; half += VW) {
+            __m512i row[16];
+            for (int j = 0; j < 16; j++) {
+                const char *from = rows[half + j];
+                row[j] = from ? _mm512_loadu_si512(from + 4 * i) : _mm512_setzero_si512();
+            }
+            transpose(row);
+            for (int at = 0; at < 16; at++)
+                _mm512_storeu_si512(to + 4 * ((i + at) * TILE + half), row[at]);
+        }
+#endif
+    for (int64_t j = 0; j < TILE; j++)
+        for (int64_t at = i; at < count; at++)
+            ((int_any *)to)[at * TILE + j] = rows[j] ? ((const int_any *)rows[j])[at] : 0;
+}
 
 static void pack_run(const Op *op, const Step *step, int64_t panel, Worker *me) {
     (void)me;
     if (panel >= step->counts[op->count]) return;
     int64_t K = op->n[0];
     char *to = (char *)op->p[1] + panel * panel_bytes(K, op->dtype);
+    const char *rows[TILE];
     for (int64_t j = 0; j < TILE; j++) {
         int64_t row = row_of(op, panel, j);
-        const char *from = row < 0 ? 0 : at(op->p[0], row * K, op->dtype);
-        if (op->dtype == F32) {
-            SCATTER(uint32_t, to + 4 * j, from, K)
-        } else if (!HAS_DOT) {
-            SCATTER(uint16_t, to + 2 * j, from, K)
-        } else {
-            SCATTER(int_any, to + 4 * j, from, K / 2)
-            if (K % 2) {
-                uint32_t last = from ? ((const uint16_t *)from)[K - 1] : 0;
-                ((uint32_t *)to)[K / 2 * TILE + j] = last;
-            }
-        }
+        rows[j] = row < 0 ? 0 : at(op->p[0], row * K, op->dtype);
+    }
+    if (op->dtype == F32) {
+        pack_words(to, rows, K);
+    } else if (HAS_DOT) {
+        pack_words(to, rows, K / 2);
+        for (int64_t j = 0; K % 2 && j < TILE; j++)
+            ((uint32_t *)to)[K / 2 * TILE + j] = rows[j] ? ((const bf16 *)rows[j])[K - 1] : 0;
+    } else {
+        for (int64_t j = 0; j < TILE; j++)
+            for (int64_t k = 0; k < K; k++)
+                ((bf16 *)to)[k * TILE + j] = rows[j] ? ((const bf16 *)rows[j])[k] : 0;
     }
 }
 
+#define LATER 64 /* columns ahead that are fetched, since each is far from the one before it */
 #define RUN (VW < 8 ? VW : 8) /* neighbours in OUTPUTS_LAYOUT that have one word */
 
 /* 4 codes of each output of a panel, the first lowest: [UNPACK_COLUMNS / 4][TILE]. */
 typedef uint32_t Fours[UNPACK_COLUMNS / 4][TILE];
 
-/* Of columns `first` to `last` from rows; beyond K, and where there is no row, codes are 0. */
+/* Of columns `first` to `last` from rows; beyond K, and where there is no row, codes are 0. The same
+ * columns of the next panel's rows are fetched. */
 static void fours_of_rows(const Op *op, int64_t panel, int64_t first, int64_t last, Fours fours) {
     _Alignas(64) uint8_t codes[TILE][UNPACK_COLUMNS];
-    int64_t K = op->n[0], count = min_int(last, K) - first;
+    const char *pieces[TILE];
+    int64_t K = op->n[0], count = min_int(last, K) - first, layout = op->n[5];
+    int64_t row_bytes = bytes_of(layout, K), bytes = bytes_of(layout, count);
+    const uint8_t *column = (const uint8_t *)op->p[0] + bytes_of(layout, first);
+    const int64_t further = (op->flags < GATE_SILU ? TILE : VW) * row_bytes;
     for (int64_t j = 0; j < TILE; j++) {
         int64_t row = row_of(op, panel, j), known = row < 0 ? 0 : count;
-        if (known) codes_of_row(op->n[5], op->p[0], K, row, first, known, codes[j]);
-        memset(codes[j] + known, 0, (size_t)(last - first - known));
-    }
-    for (int64_t i = 0; i < (last - first) / 4; i += 4)
-        for (int64_t j = 0; j < TILE; j++) {
-            uint32_t c[4];
-            memcpy(c, codes[j] + 4 * i, 16);
-            for (int64_t at = 0; at < 4; at++) fours[i + at][j] = c[at];
+        const uint8_t *from = column + row * row_bytes;
+        if (known) {
+            for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + further + i, 0, 2);
+            codes_from(layout, from, known, codes[j]);
         }
+        memset(codes[j] + known, 0, (size_t)(last - first - known));
+        pieces[j] = (const char *)codes[j];
+    }
+    pack_words((char *)fours, pieces, (last - first) / 4);
 }
 
 /* The same from words, which have a column's outputs side by side. */
@@ -102,6 +125,10 @@ static void fours_of_words(const Op *op, int64_t panel, int64_t first, int64_t l
             from[at] = (const uint32_t *)op->p[0] +
                        word_of(op, layout, bits, N, 0, min_int(k, K - 1), &shift);
             down[at] = (uint32_t)shift;
+            const uint32_t *later = (const uint32_t *)op->p[0] + places[0] +
+                                    word_of(op, layout, bits, N, 0, min_int(k + LATER, K - 1), &shift);
+            __builtin_prefetch(later, 0, 2);
+            if (is_along) __builtin_prefetch(later + VW, 0, 2);
         }
         for (int64_t half = 0; is_along && half < TILE; half += VW) {
             vu four = {0};
@@ -147,33 +174,27 @@ INLINE void pack_sixteen(char *to, uint32_t c[4][TILE], int bits) {
     }
 }
 
-INLINE void pack_scale(char *to, int64_t j, const void *from, int64_t i, int is_wide) {
-    if (is_wide) ((uint32_t *)to)[j] = ((const uint32_t *)from)[i];
-    else ((uint16_t *)to)[j] = ((const uint16_t *)from)[i];
-}
+/* A number a row, of a group, to its place in the panel; 0 where there is no row. */
+#define GATHER(TYPE, to, from, groups, g)                                      \
+    for (int j = 0; j < TILE; j++)                                            \
+        ((TYPE *)(to))[j] = rows[j] < 0 ? 0 : ((const TYPE *)(from))[rows[j] * (groups) + (g)];
 
-/* What precedes the codes of each group. */
-static void pack_headers(const Op *op, int64_t panel, const Shape *shape, char *to) {
+/* What precedes the codes of group g. */
+static void pack_header(const Op *op, const int64_t *rows, const Shape *shape, char *to, int64_t g) {
     int64_t groups = divide_up(op->n[0], op->n[2]);
-    int is_wide = shape->form & WIDE_SCALES;
-    for (int64_t g = 0; g < groups; g++) {
-        memset(to + group_at(shape, g), 0, (size_t)shape->header);
-        if (shape->form & ZEROS && g % TOGETHER == 0)
-            memset(to + zeros_at(shape, g), 0, VW * TOGETHER);
+    char *group = to + group_at(shape, g), *beside = group + shape->header / 2;
+    if (shape->form & WIDE_SCALES) {
+        GATHER(uint32_t, group, op->p[2], groups, g)
+        if (shape->form & OFFSETS) GATHER(uint32_t, beside, op->p[3], groups, g)
+    } else {
+        GATHER(uint16_t, group, op->p[2], groups, g)
+        if (shape->form & OFFSETS) GATHER(uint16_t, beside, op->p[3], groups, g)
     }
-    for (int64_t j = 0; j < TILE; j++) {
-        int64_t row = row_of(op, panel, j);
-        if (row < 0) continue;
-        for (int64_t g = 0; g < groups; g++) {
-            char *group = to + group_at(shape, g);
-            pack_scale(group, j, op->p[2], row * groups + g, is_wide);
-            if (shape->form & OFFSETS)
-                pack_scale(group + shape->header / 2, j, op->p[3], row * groups + g, is_wide);
-            if (shape->form & ZEROS) {
-                uint8_t zero = ((const uint8_t *)op->p[3])[row * groups + g];
-                to[zeros_at(shape, g) + j % VW] |= (char)(zero << j / VW * 4);
-            }
-        }
+    if (shape->form & ZEROS) {
+        uint8_t zeros[TILE], *both = (uint8_t *)to + zeros_at(shape, g);
+        GATHER(uint8_t, zeros, op->p[3], groups, g)
+        if (g % TOGETHER == 0) memset(both, 0, VW * TOGETHER);
+        for (int j = 0; j < VW; j++) both[j] = (uint8_t)(zeros[j] | zeros[j + VW] << 4);
     }
 }
 
@@ -184,20 +205,22 @@ static void pack_quantized_run(const Op *op, const Step *step, int64_t panel, Wo
     int64_t sizes[] = {op->n[0], op->n[1], 0, 0, op->n[2], op->n[3], op->n[3], op->n[4]};
     memcpy(as_linear.n, sizes, sizeof sizes);
     Shape shape = shape_of(&as_linear);
-    char *to = (char *)op->p[1] + panel * shape.panel_bytes;
-    int64_t columns = shape.blocks * shape.block;
+    char *to = (char *)op->p[1] + panel * shape.panel_bytes, *out = 0;
+    int64_t columns = shape.blocks * shape.block, rows[TILE], g = 0;
     int bits = bits_of(shape.form);
     _Alignas(64) Fours fours;
-    pack_headers(op, panel, &shape, to);
-    for (int64_t first = 0; first < columns; first += UNPACK_COLUMNS) {
+    for (int64_t j = 0; j < TILE; j++) rows[j] = row_of(op, panel, j);
+    for (int64_t first = 0, left = 0; first < columns; first += UNPACK_COLUMNS) {
         int64_t last = min_int(columns, first + UNPACK_COLUMNS);
         if (is_by_rows(op->n[5])) fours_of_rows(op, panel, first, last, fours);
         else fours_of_words(op, panel, first, last, fours);
-        for (int64_t k = first; k < last; k += 16) {
-            int64_t g = k / op->n[2];
-            char *group = to + group_at(&shape, g) + shape.header;
+        for (int64_t k = first; k < last; k += 16, left -= 16, out += 2 * TILE * bits) {
             uint32_t(*c)[TILE] = fours + (k - first) / 4;
-            char *out = group + (k - g * op->n[2]) * TILE / 8 * bits;
+            if (left == 0) {
+                pack_header(op, rows, &shape, to, g);
+                out = to + group_at(&shape, g++) + shape.header;
+                left = op->n[2];
+            }
             if (bits == 4) pack_sixteen(out, c, 4);
             else pack_sixteen(out, c, bits);
         }
