@@ -13,7 +13,6 @@ import os
 import secrets
 import sqlite3
 import stat
-import time
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from streamer.engine.journal.aside import BESIDE, bound_aside, set_aside
 from streamer.engine.journal.records import (
     Accepted,
     Part,
@@ -34,7 +34,6 @@ from streamer.engine.journal.records import (
 from streamer.errors import ConfigError, JournalInUse
 
 FILE: Final = "journal.sqlite"
-BESIDE: Final = ("-wal", "-shm", "-journal")  # files that SQLite has beside it
 VERSION: Final = 2
 APPLICATION: Final = 0x5374726D  # "Strm"
 WAL_BYTES: Final = 16 << 20  # what the log keeps of its size when it is written back
@@ -79,6 +78,7 @@ class Store:
         self._is_damaged = False
         _make_folder(folder)
         self._db = self._connect()
+        bound_aside(folder / FILE)
 
     # ------------------------------------------------------------ opening
 
@@ -106,7 +106,7 @@ class Store:
                 ) from None
             if _code(e) in DISK or not os.access(path, os.W_OK):
                 raise unusable(self.folder, e) from e
-            self._set_aside(f"can't be read ({e})")
+            set_aside(path, f"can't be read ({e})")
             return self._connect()
         except OSError as e:
             raise unusable(self.folder, e) from e
@@ -141,16 +141,6 @@ class Store:
         db.execute("PRAGMA secure_delete = ON")  # what was deleted is overwritten
         found = db.execute("SELECT hex(value) FROM about WHERE name = 'epoch'").fetchone()
         self.epoch = found[0].lower() if found else secrets.token_hex(8)
-
-    def _set_aside(self, why: str) -> None:
-        """Rename the file, so that the next one begins empty, and say so."""
-        path = self.folder / FILE
-        kept = self.folder / f"{FILE}.{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        path.rename(kept)
-        for suffix in BESIDE:
-            with contextlib.suppress(FileNotFoundError):
-                Path(f"{path}{suffix}").rename(f"{kept}{suffix}")
-        log.error("the journal %s %s: it is kept as %s, and a new one begun", path, why, kept)
 
     def close(self) -> None:
         """Let go of the file."""
@@ -223,7 +213,7 @@ class Store:
     def _renew(self, saved: list[Saved]) -> None:
         """Set the damaged file aside; what was read of it begins the new one."""
         self.close()
-        self._set_aside(f"is damaged, {len(saved)} responses of it could be read")
+        set_aside(self.folder / FILE, f"is damaged, {len(saved)} responses of it could be read")
         self._db = self._connect()
         self.begin(is_durable=True)
         for each in saved:

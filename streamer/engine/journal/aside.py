@@ -1,0 +1,62 @@
+"""Aside: journal files that could not be used, kept for people to look into, and how many.
+
+Renames and deletes in the journal's folder, and reads none of the files, which have prompts. Called
+by store.py while it has the folder to itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import secrets
+import stat
+import time
+from pathlib import Path
+from typing import Final
+
+BESIDE: Final = ("-wal", "-shm", "-journal")  # files that SQLite has beside its file
+MAX_ASIDE: Final = 4  # each may be as large as a journal
+_AT: Final = re.compile(rf"(\.\d{{8}}-\d{{6}}-[0-9a-f]{{4}})({'|'.join(BESIDE)})?")
+
+log = logging.getLogger(__name__)
+
+
+def set_aside(path: Path, why: str) -> None:
+    """Rename the journal's file, so that the next one begins empty, and say so."""
+    kept = Path(f"{path}.{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}")
+    path.rename(kept)
+    for suffix in BESIDE:
+        with contextlib.suppress(FileNotFoundError):
+            Path(f"{path}{suffix}").rename(f"{kept}{suffix}")
+    log.error("the journal %s %s: it is kept as %s, and a new one begun", path, why, kept)
+    bound_aside(path, kept)
+
+
+def bound_aside(path: Path, newest: Path | None = None) -> None:
+    """Keep the newest MAX_ASIDE that were set aside, for their user alone; delete older ones.
+
+    newest  is kept whatever the clock said when it was named
+    """
+    try:
+        found = _found(path)
+        for kept in sorted(found, key=lambda kept: (kept == newest, kept))[:-MAX_ASIDE]:
+            for file in found.pop(kept):
+                file.unlink()
+            log.warning("%s is deleted: of those set aside %d are kept", kept, MAX_ASIDE)
+        for files in found.values():
+            for file in files:
+                file.chmod(0o600)
+    except OSError as e:
+        log.error("%s: those set aside before are left as they are: %s", path, e)
+
+
+def _found(path: Path) -> dict[Path, list[Path]]:
+    """The files of each that was set aside: plain ones of this user alone."""
+    found: dict[Path, list[Path]] = {}
+    for file in path.parent.glob(f"{path.name}.*"):
+        match, about = _AT.fullmatch(file.name.removeprefix(path.name)), file.lstat()
+        if match and stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid():
+            found.setdefault(Path(f"{path}{match[1]}"), []).append(file)
+    return found
