@@ -37,6 +37,11 @@ FILE: Final = "journal.sqlite"
 VERSION: Final = 2
 APPLICATION: Final = 0x5374726D  # "Strm"
 WAL_BYTES: Final = 16 << 20  # what the log keeps of its size when it is written back
+# Free pages that a file keeps at least: what one burst needed the next one takes again.
+SPARE_BYTES: Final = 16 << 20
+# What may be written anew to give pages back while the server runs: 0.1 to 0.5 s, in which nothing
+# is accepted.
+MOVED_BYTES: Final = 16 << 20
 MAX_ROWS: Final = 64  # of a statement; each number of them is compiled once
 SCHEMA: Final = (  # a file with anything else in it, such as a trigger, is none of ours
     "CREATE TABLE about (name TEXT PRIMARY KEY, value BLOB)",
@@ -76,6 +81,7 @@ class Store:
         self._new_parts: list[_Row] = []
         self._gone: dict[str, None] = {}
         self._is_damaged = False
+        self._can_shrink = True
         _make_folder(folder)
         self._db = self._connect()
         bound_aside(folder / FILE)
@@ -209,6 +215,7 @@ class Store:
                 self.add_part(each.request_id, each.tail.part())
         self.drop_steps()
         self.commit()
+        self.shrink()
 
     def _renew(self, saved: list[Saved]) -> None:
         """Set the damaged file aside; what was read of it begins the new one."""
@@ -222,6 +229,32 @@ class Store:
         self.commit()
 
     # ------------------------------------------------------------ writing
+
+    def shrink(self, moved_bytes: int | None = None) -> None:
+        """Give free pages back to the disk where most of the file is free, which SQLite alone never
+        does; not where more than `moved_bytes` are in use, which are written anew.
+
+        0.75 s for 25 MiB in a file of 504; pages given back one by one (incremental_vacuum) took
+        30 s, and their deletion twice as long (2 busy cores of an EPYC Zen 5, 2026-11-26).
+        """
+        if not self._can_shrink:
+            return
+        try:
+            page, count, free = (
+                self._db.execute(f"PRAGMA {name}").fetchone()[0]
+                for name in ("page_size", "page_count", "freelist_count")
+            )
+            used = count - free
+            if free <= used or free * page < SPARE_BYTES:
+                return
+            if moved_bytes is None or used * page <= moved_bytes:
+                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # deleted text is overwritten
+                self._db.execute("PRAGMA temp_store = MEMORY")
+                self._db.execute("VACUUM")
+                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        except sqlite3.Error as e:  # a disk without room for both, say: all is as it was
+            self._can_shrink = False
+            log.warning("the journal in %s keeps its size: %s", self.folder, e)
 
     def undo(self) -> None:
         """End a transaction that failed, without what was written in it."""

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from streamer.core.plan import Finish, FinishReason, NoticeKind, StepOutput
 from streamer.engine.journal.records import Accepted, Ended, Saved, Step, Tail
-from streamer.engine.journal.store import Store, unusable
+from streamer.engine.journal.store import MOVED_BYTES, Store, unusable
 from streamer.engine.requests import GenerateRequest
 from streamer.engine.stream import TokenStream
 
@@ -247,7 +247,9 @@ class Journal:
                     gone.clear()
 
     def _gather(self) -> list[_Item]:
-        """What has come; sleeps until something has."""
+        """What has come; sleeps until something has, and gives room back first if nothing runs."""
+        if not self._live and self._queue.empty():
+            self._store.shrink(MOVED_BYTES)
         items = [self._queue.get()]
         self._is_urgent.wait(GATHER_S)
         self._is_urgent.clear()

@@ -14,10 +14,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from streamer.core.plan import Finish, FinishReason, TokenLogprob
 from streamer.core.sampling import SamplingParams
+from streamer.engine.journal import store as module
 from streamer.engine.journal.records import Accepted, Saved, Step, Tail
 from streamer.engine.journal.store import FILE, VERSION, Store
 from streamer.engine.requests import GenerateRequest
@@ -276,6 +278,92 @@ def test_another_versions_file_is_set_aside_with_a_word(
     assert f"it is of version 99, this is {VERSION}" in message
     (kept,) = [file for file in tmp_path.iterdir() if file.name not in (FILE, FILE + "-wal")]
     assert str(kept) in message
+
+
+MIB = 1 << 20
+
+
+def swell(folder: Path, num_kept: int = 0) -> int:
+    """Fill the journal with 3 MiB and delete them but for `num_kept` requests: the file's bytes."""
+    fill(folder)
+    store, chance = Store(folder), random.Random(4)
+    names = [f"big {i}" for i in range(64)]
+    store.begin(is_durable=True)
+    for name in names:
+        store.add_request(msgspec.structs.replace(accepted(name), context=chance.randbytes(49152)))
+    store.commit()
+    store.begin(is_durable=True)
+    for name in names[num_kept:]:
+        store.delete(name)
+    store.commit()
+    store.close()
+    return (folder / FILE).stat().st_size
+
+
+def _contents(found: list[Saved]) -> list[tuple[object, ...]]:
+    return [(saved.accepted, saved.tail.tokens, saved.tail.logprobs) for saved in found]
+
+
+def test_a_start_gives_back_what_is_free_of_a_file_that_was_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all that it has, the same lock and the same name."""
+    before = swell(tmp_path)
+    kept = _contents(read_journal(tmp_path))
+    assert (tmp_path / FILE).stat().st_size == before > 3 * MIB  # it is spare
+    monkeypatch.setattr(module, "SPARE_BYTES", MIB)
+    store = Store(tmp_path)
+    epoch = store.epoch
+    assert _contents(store.read()) == kept
+    assert (tmp_path / FILE).stat().st_size < 0.1 * MIB
+    assert (tmp_path / f"{FILE}-wal").stat().st_size == 0
+    with pytest.raises(ConfigError, match="another server"):
+        Store(tmp_path)
+    store.close()
+    again = Store(tmp_path)
+    assert again.epoch == epoch
+    assert _contents(again.read()) == kept
+    again.close()
+    assert {file.name for file in tmp_path.iterdir()} == {FILE}
+
+
+@pytest.mark.parametrize(
+    ("num_kept", "moved_bytes", "is_smaller"),
+    [(0, MIB, True), (16, 2 * MIB, True), (16, MIB // 2, False), (40, 9 * MIB, False)],
+    ids=["all free", "most free", "too much to move", "half in use"],
+)
+def test_a_server_gives_back_what_costs_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    num_kept: int, moved_bytes: int, is_smaller: bool,
+) -> None:  # fmt: skip
+    before = swell(tmp_path, num_kept)
+    store = Store(tmp_path)
+    monkeypatch.setattr(module, "SPARE_BYTES", MIB)
+    store.shrink(moved_bytes)
+    assert ((tmp_path / FILE).stat().st_size < before / 2) == is_smaller
+    store.close()
+    assert len(read_journal(tmp_path)) == 2 + num_kept
+
+
+def test_a_file_that_can_not_be_written_anew_is_used_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For lack of room, say; it is said once."""
+    before = swell(tmp_path)
+    store = Store(tmp_path)
+    monkeypatch.setattr(module, "SPARE_BYTES", MIB)
+    store._db.execute("PRAGMA query_only = ON")
+    for _ in range(2):
+        store.shrink()
+    store._db.execute("PRAGMA query_only = OFF")
+    assert (tmp_path / FILE).stat().st_size == before
+    (message,) = [r.getMessage() for r in caplog.records]
+    assert message.endswith("keeps its size: attempt to write a readonly database")
+    store.begin(is_durable=True)
+    store.add_request(accepted("c"))
+    store.commit()
+    store.close()
+    assert len(read_journal(tmp_path)) == 3
 
 
 def test_altered_bytes_lose_records_but_alter_none(tmp_path: Path) -> None:

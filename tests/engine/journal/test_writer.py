@@ -6,6 +6,7 @@ import asyncio
 import sqlite3
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -417,6 +418,79 @@ async def test_what_is_retained_no_longer_leaves_the_file(
     async with make_engine(journal=str(tmp_path), **bound) as engine:
         await end_of(engine.submit(durable("a", max_tokens=3)))
     assert read_journal(tmp_path) == []
+
+
+async def test_of_what_is_retained_the_newest_stay_within_the_bytes(tmp_path: Path) -> None:
+    """In the file as in memory: where a start leaves less room, and where another one ends."""
+    names = [f"{i:02}" for i in range(10)]
+    async with make_engine(journal=str(tmp_path)) as engine:
+        for name in names:
+            await end_of(engine.submit(durable(name, max_tokens=3, prompt=(1,) * 500)))
+        room = engine._streams.retained_bytes * 6 // 10
+    for num_new in range(3):
+        new = [f"new {i}" for i in range(num_new)]
+        async with make_engine(journal=str(tmp_path), retain_bytes=room) as engine:
+            if new:
+                await end_of(engine.submit(durable(new[-1], max_tokens=3, prompt=(1,) * 500)))
+            kept = [name for name in (*names, *new) if engine.get(name) is not None]
+        assert kept == [*names, *new][-6:]
+        assert sorted(saved.request_id for saved in read_journal(tmp_path)) == kept
+
+
+async def test_of_what_is_retained_that_of_the_last_seconds_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the monotonic clock while the server runs, and by that of the wall over a restart."""
+    now = time.monotonic()
+    clock = SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter)
+    async with make_engine(journal=str(tmp_path), retain_s=150.0) as engine:
+        monkeypatch.setattr("streamer.engine.registry.time", clock)
+        for name in ("a", "b", "c"):
+            await end_of(engine.submit(durable(name, max_tokens=3)))
+            now += 60.0
+        assert [engine.get(name) is not None for name in "abc"] == [False, True, True]
+    assert [saved.request_id for saved in read_journal(tmp_path)] == ["b", "c"]
+    monkeypatch.undo()
+    real = time.time
+    for later, kept in ((100.0, ["b", "c"]), (200.0, [])):
+        monkeypatch.setattr(time, "time", lambda later=later: real() + later)
+        async with make_engine(journal=str(tmp_path), retain_s=150.0):
+            pass
+        assert [saved.request_id for saved in read_journal(tmp_path)] == kept
+
+
+async def test_an_idle_server_gives_back_what_its_file_has_no_use_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamer.engine.journal.store.SPARE_BYTES", 1 << 18)
+    room = {"num_gpu_blocks_override": 2048, "max_num_batched_tokens": 8192}
+    file, shrink = tmp_path / FILE, Store.shrink
+    is_small, loop = asyncio.Event(), asyncio.get_running_loop()
+    peak_bytes = 1 << 40
+
+    def seen(store: Store, moved_bytes: int | None = None) -> None:
+        shrink(store, moved_bytes)
+        if file.stat().st_size < peak_bytes // 4:
+            loop.call_soon_threadsafe(is_small.set)
+
+    async with make_engine(journal=str(tmp_path), max_model_len=8192, **room) as engine:
+        assert engine.journal is not None
+        engine.journal._store._db.execute("PRAGMA wal_autocheckpoint = 1")  # all is in the file
+        prompt = (200,) * 8000  # two bytes each
+        streams = [
+            engine.submit(durable(f"{i}", max_tokens=3, prompt=prompt[i:])) for i in range(40)
+        ]
+        await asyncio.gather(*map(end_of, streams))
+        await engine.journal.recorded()
+        peak_bytes = file.stat().st_size
+        assert peak_bytes > 500_000
+        monkeypatch.setattr(Store, "shrink", seen)
+        for i in range(1, 40):
+            engine.forget(f"{i}")
+        async with asyncio.timeout(DEADLINE_S):
+            await is_small.wait()
+        await end_of(engine.submit(durable("after", max_tokens=3)))
+    assert [saved.request_id for saved in read_journal(tmp_path)] == ["0", "after"]
 
 
 async def test_what_is_too_old_leaves_an_idle_server(
