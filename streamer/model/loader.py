@@ -90,7 +90,8 @@ def check_tensors(checkpoint: Checkpoint, config: DecoderConfig) -> dict[str, Ma
     schemes = _schemes(checkpoint, config, parsed)
     found = checkpoint.tensors
     for module, (scheme, stored, (n, k)) in schemes.items():
-        tensors = scheme.stored(n, k, stored.keys())
+        with _named(module):
+            tensors = scheme.stored(n, k, stored.keys())
         expected.update({f"{module}.{name}": rule for name, rule in tensors.items()})
         names = {name: f"{module}.{name}" for name in tensors if name in stored}
         matrices[module] = Matrix(scheme, n, k, names)
@@ -121,6 +122,15 @@ def check_tensors(checkpoint: Checkpoint, config: DecoderConfig) -> dict[str, Ma
         )
     _check_dtypes({name: rule for name, rule in expected.items() if name in found}, found)
     return matrices
+
+
+@contextmanager
+def _named(module: str) -> Iterator[None]:
+    """Let what a scheme refuses say of which matrix."""
+    try:
+        yield
+    except ModelNotSupported as e:
+        raise ModelNotSupported(f"{module}: {e.message}", param=e.param) from e
 
 
 def _taken_for_dense(
@@ -306,10 +316,8 @@ class FileSource:
         """See layers.WeightSource."""
         matrix = self._matrices[module]
         tensors = {name: self._read(whole) for name, whole in matrix.names.items()}
-        try:
+        with _named(module):
             weight = matrix.scheme.read(tensors, matrix.n, matrix.k)
-        except ModelNotSupported as e:
-            raise ModelNotSupported(f"{module}: {e.message}", param=e.param) from e
         if isinstance(weight, torch.Tensor):
             return weight.to(self.device, self.dtype)
         return check_finite(module, weight).to(self.device)

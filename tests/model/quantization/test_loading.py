@@ -119,6 +119,28 @@ def test_tensors_that_do_not_fit_are_named(folder: Path) -> None:
     assert f"{down}.qzeros is [3, 3], not [4, 8]" in error.value.message
 
 
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+
+
+@pytest.mark.parametrize(
+    ("config", "width", "says"),
+    [
+        ({"quant_method": "mxfp4"}, 40, "down_proj: MXFP4: 40 columns are no multiple of 32"),
+        (NVFP4, 40, "down_proj: NVFP4: 40 columns are no multiple of 16"),
+        ({"quant_method": "awq"}, 36, "gate_proj: AWQ: 36 outputs are no multiple of 8"),
+    ],
+)
+def test_shapes_that_a_scheme_can_not_hold_are_named_with_their_matrix(
+    checkpoint: Any, tmp_path: Path, config: dict[str, Any], width: int, says: str
+) -> None:
+    dense = checkpoint("llama", 1, **{**SIZES, "intermediate_size": width})
+    folder = Path(shutil.copytree(dense, tmp_path / "m"))
+    change(folder, *(n for n in load_file(folder / "model.safetensors") if "_proj" in n))
+    edit_config(folder, quantization_config=config)
+    with pytest.raises(ModelNotSupported, match=rf"^model\.layers\.0\.mlp\.{says}"):
+        load(folder)
+
+
 def test_what_config_says_is_named_beside_shapes_that_do_not_fit(folder: Path) -> None:
     """Tensors alone do not tell whether a width or a group is wrong."""
     edit_config(folder, quantization_config={**GPTQ, "group_size": 16})
