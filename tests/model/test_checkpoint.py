@@ -58,11 +58,18 @@ def only_gguf(folder: Path) -> None:
     (folder / "m.gguf").write_bytes(b"GGUF")
 
 
-def escape(folder: Path) -> None:
-    """An index that points out of the folder."""
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    index["weight_map"]["model.norm.weight"] = "../m/model-00001-of-00002.safetensors"
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+def escape(name: str) -> Callable[[Path], object]:
+    """An index that names a file by a path, of a file that is there; {} is the folder."""
+
+    def damage(folder: Path) -> None:
+        (folder / "sub").mkdir()
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        file = name.format(folder) + shards(folder)[0].name
+        assert (folder / file).is_file()
+        index["weight_map"]["model.norm.weight"] = file
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return damage
 
 
 def wrong_index(folder: Path) -> None:
@@ -125,7 +132,10 @@ BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
     ("only GGUF", only_gguf, r"a GGUF file is served by its own name: m\.gguf"),
     ("no weights", lambda f: [s.unlink() for s in f.glob("model*")], "neither"),
     ("cut", cut, "incomplete download"),
-    ("escape", escape, "names the file '../m"),
+    ("escape", escape("../m/"), r"names the file '\.\./m/model-"),
+    ("an absolute path", escape("{}/"), "names the file '/.*/m/model-"),
+    ("a path within the folder", escape("sub/../"), r"names the file 'sub/\.\./model-"),
+    ("a path of the folder itself", escape("./"), r"names the file '\./model-"),
     ("wrong_index", wrong_index, "lacks 1 tensors of its index: model.extra"),
     ("empty file", lambda f: shards(f)[0].write_bytes(b""), "no safetensors file"),
     ("huge header", lambda f: write_header(shards(f)[0], b"{}", 1 << 60), "no safetensors file"),
