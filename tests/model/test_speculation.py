@@ -21,24 +21,23 @@ from streamer.core.plan import (
     STEP_FAILED,
     Cancel,
     Drawn,
-    Facts,
-    Finish,
     FinishReason,
     Pause,
     Plan,
     Reasoning,
     Resume,
-    TokenLogprob,
 )
 from streamer.core.recovery.trials import Verdict
-from streamer.core.request import Sequence
+from streamer.core.request import Request, Sequence, Status
 from streamer.core.sampling import SamplingParams
 from streamer.core.speculation.speculator import Speculator
 from streamer.core.speculation.values import SpeculationSizes
+from streamer.engine.core import InFlight
 from streamer.kernels import ops
 from streamer.model import memory
 from streamer.model.sampling import host
 from tests.model.lates import Lates
+from tests.model.proposers import Answer, Key, Oracle
 from tests.model.sync_engine import END, Injected, SyncEngine
 from tests.model.test_decoder import random_tokens
 from tests.model.test_parity import MIXED, RECOMPUTE, SWAP
@@ -110,67 +109,6 @@ def reasoning_of(ask: Ask) -> Reasoning | None:
 
 
 CONSTRAINED = [i for i, ask in enumerate(ASKS) if ask.params.structured_outputs or ask.stage]
-Key = tuple[int, int]
-
-
-class Answer(NamedTuple):
-    """What a choice drew, as it was reported."""
-
-    tokens: list[int]
-    logprobs: list[TokenLogprob]
-    finish: Finish
-
-
-class Oracle:
-    """Proposes the right tokens, a share of them changed, to a share of the rows.
-
-    left_unsettled  rows that were taken from a sequence whose verification was under way
-    """
-
-    def __init__(self, answers: dict[Key, Answer], seed: int, errors: float = 0.15) -> None:
-        self.num_proposed = self.num_accepted = self.left_unsettled = 0
-        self._answers = answers
-        self._rows: dict[Sequence, None] = {}
-        self._rng = random.Random(seed)
-        self._errors = errors
-
-    def begin(self, seq: Sequence) -> None:
-        self._rows[seq] = None
-
-    @property
-    def has_drafts(self) -> bool:
-        return False
-
-    def looks(self, num_rows: int, budget: int, facts: Facts) -> list[Sequence]:
-        return list(self._rows)
-
-    def end(self, seq: Sequence) -> None:
-        del self._rows[seq]
-        self.left_unsettled += bool(seq.provisional)
-
-    def wait(self, rows: Seq[Sequence], facts: Facts) -> list[Sequence]:
-        return [seq for seq in rows if self._rng.random() < 0.7]
-
-    def choose(
-        self, rows: Seq[Sequence], budget: int, facts: Facts
-    ) -> dict[Sequence, tuple[int, ...]]:
-        known = [seq for seq in rows if seq.request.request_id[0] == "r"]
-        return {seq: self._tokens(seq) for seq in known if self._rng.random() < 0.8}
-
-    def _tokens(self, seq: Sequence) -> tuple[int, ...]:
-        key, done = (int(seq.request.request_id[1:]), seq.choice), seq.num_output
-        right = self._answers[key].tokens[done:] + [1] * 9  # it may not know where the answer ends
-        count, rng = self._rng.randint(1, 8), self._rng
-        return tuple((t + (rng.random() < self._errors)) % 256 for t in right[:count])
-
-    def drafts(self, rows: Seq[Sequence], facts: Facts) -> tuple[tuple[Sequence, int], ...]:
-        return ()
-
-    def proposed(self, seq: Sequence, tokens: tuple[int, ...]) -> None: ...
-
-    def observe(self, seq: Sequence, num_proposed: int, num_accepted: int) -> None:
-        self.num_proposed += num_proposed
-        self.num_accepted += num_accepted
 
 
 def prompt_of(i: int, answers: dict[Key, Answer]) -> list[int]:
@@ -469,30 +407,91 @@ def test_a_draft_models_memory_is_counted(checkpoint: Any, monkeypatch: pytest.M
 NUM_NEIGHBOURHOODS = 200  # of whom a request runs beside
 
 
+class Company:
+    """Whom a request ran beside, step by step, and what happened to those: `kinds`."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.kinds: set[str] = set()
+
+
+KINDS = ("preemption", "fork", "choices", "structure", "speculation", "beams", "cancel")
+
+
+def kinds_of(sequence: Sequence) -> set[str]:
+    """What a row of a step is that most rows are not."""
+    request, params = sequence.request, sequence.request.add.params
+    found = {
+        "fork": request.add.share_with is not None,
+        "choices": len(request.sequences) > 1 and request.beams is None,
+        "structure": params.structured_outputs is not None,
+        "speculation": bool(sequence.provisional) and not sequence.is_forced,
+        "beams": request.beams is not None,
+    }
+    return {kind for kind, is_so in found.items() if is_so}
+
+
 class Flow:
     """Requests that come and go; `company` has, of each that has ended, whom it ran beside."""
 
-    def __init__(self, model: Model, seed: int) -> None:
+    def __init__(self, model: Model, seed: int, depth: int) -> None:
         folder, settings, self.answers = model
         self.chance = random.Random(seed)
         self.engine = SyncEngine(
             folder,
             speculation=Oracle(self.answers, seed),
+            depth=depth,
             costs=MIXED,
             check=False,
             **{**settings, **TIGHT},
         )
-        self.live: dict[int, set[str]] = {}
-        self.company: list[frozenset[str]] = []
+        self.live: dict[int, Company] = {}
+        self.company: list[Company] = []
         self._num_strangers = 0
+        self._doomed: set[str] = set()  # to be cancelled
+        self._ran: dict[Request, int] = {}  # in the latest step, with its evictions before it
+        self._launch = self.engine.runner.launch
+        self.engine.runner.launch = self._seen  # type: ignore[method-assign]
+
+    def _seen(self, plan: Plan) -> InFlight:
+        """Note who runs in this step beside whom: rows that compute or draw in it."""
+        state = self.engine.scheduler.state
+        if any(request.evictions > before for request, before in self._ran.items()):
+            self._note({"preemption"})
+        rows = [
+            seq
+            for row, seq in enumerate(state.rows.owners)
+            if seq is not None and seq.joined and seq.row == row and row not in plan.idle
+        ]
+        assert len(rows) == plan.num_rows - len(plan.idle)
+        self._ran = {seq.request: seq.request.evictions for seq in rows}
+        for company, own in self._companies():
+            others = [seq for seq in rows if seq.request is not own]
+            company.names |= {seq.request.request_id for seq in others}
+            company.kinds |= set[str]().union(*map(kinds_of, others))
+        return self._launch(plan)
+
+    def _companies(self) -> list[tuple[Company, Request]]:
+        """Of those that ran in the latest step and are compared."""
+        by_id = self.engine.scheduler.state.requests.by_id
+        found = [(self.live[i], by_id.get(f"r{i}")) for i in self.live]
+        return [
+            (c, request) for c, request in found if request is not None and request in self._ran
+        ]
+
+    def _note(self, kinds: set[str]) -> None:
+        for company, _ in self._companies():
+            company.kinds |= kinds
 
     def arrive(self) -> None:
-        i = self.chance.choice([i for i in range(len(ASKS)) if i not in self.live])
+        absent = [i for i in range(len(ASKS)) if i not in self.live]
+        forks = [i for i in absent if ASKS[i].shares in self.live]  # there is one
+        i = self.chance.choice(forks if forks and self.chance.random() < 0.3 else absent)
         add(self.engine, i, self.answers)
-        self.live[i] = set()
+        self.live[i] = Company()
 
     def strange(self) -> None:
-        """A beam search, or a request that is cancelled; neither is compared."""
+        """A beam search or choices, some of which are cancelled when they run; not compared."""
         self._num_strangers += 1
         name, chance = f"s{self._num_strangers}", self.chance
         params = P(temperature=1.0, n=chance.randint(1, 3), speculation=False)
@@ -500,34 +499,40 @@ class Flow:
             params = P(use_beam_search=True, beam_width=chance.randint(1, 3))
         prompt = random_tokens(chance.randint(1, 60), self._num_strangers)
         self.engine.add(name, prompt, chance.randint(2, 20), params)
-        if chance.random() < 0.3:
-            self.engine.step()
-            self.engine.scheduler.command(Cancel(name))
+        if chance.random() < 0.5:
+            self._doomed.add(name)
 
     def step(self) -> None:
         engine = self.engine
         engine.step()
-        running = set(engine.scheduler.state.requests.by_id)
-        for i, seen in [*self.live.items()]:
-            seen |= running - {f"r{i}"}
+        for i in [*self.live]:
             if all((f"r{i}", choice) in engine.finishes for choice in range(ASKS[i].params.n)):
                 check(engine, self.answers, [i])
                 engine.scheduler.check()
                 for choice in range(ASKS[i].params.n):
                     del engine.finishes[f"r{i}", choice]
-                self.company.append(frozenset(self.live.pop(i)))
+                self.company.append(self.live.pop(i))
+        running = {r.request_id for r in self._ran if r.status is Status.RUNNING}
+        for name in sorted(self._doomed & running):
+            if self.chance.random() < 0.3:
+                self._doomed.discard(name)
+                self._note({"cancel"})
+                engine.scheduler.command(Cancel(name))
 
 
-def test_in_any_company(model: Model) -> None:
+@pytest.mark.parametrize("depth", [0, 1])
+def test_in_any_company(model: Model, depth: int) -> None:
     """A random flow, beside beam searches, choices and cancels, with too little memory."""
-    flow = Flow(model, 3)
+    flow = Flow(model, 3 + depth, depth)
     while len(flow.company) < NUM_NEIGHBOURHOODS:
         if len(flow.live) < 7:
             flow.arrive()
         if flow.chance.random() < 0.04:
             flow.strange()
         flow.step()
-    assert len({*flow.company}) > 0.9 * NUM_NEIGHBOURHOODS
+    assert len({frozenset(each.names) for each in flow.company}) > 0.9 * NUM_NEIGHBOURHOODS
+    counts = {kind: sum(kind in each.kinds for each in flow.company) for kind in KINDS}
+    assert min(counts.values()) > 10, counts
     assert sum(flow.engine.preemptions) > 20
     assert flow.engine.stats.prefix_hit_tokens > 100
 

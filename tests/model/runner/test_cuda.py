@@ -29,6 +29,7 @@ from tests.kernels.conftest import skip_without_interpreter
 from tests.model.greedy_oracle import Ask, GreedyOracle, mixed_asks
 from tests.model.hand import make_runner
 from tests.model.late_device import LateDevice
+from tests.model.proposers import Answer, Oracle
 from tests.model.runner.test_cpu import (  # the same Plans by hand, on late devices
     test_a_fork_without_its_parents_prompt,
     test_a_nan_row_fails_alone,
@@ -47,7 +48,7 @@ from tests.model.sync_engine import END, GREEDY, SyncEngine
 from tests.model.test_beams import asks as searches
 from tests.model.test_beams import check as check_searches
 from tests.model.test_parity import MIXED, RECOMPUTE, SWAP
-from tests.model.test_speculation import TOKEN_BYTES, Answer, Oracle
+from tests.model.test_speculation import TOKEN_BYTES
 from tests.model.torch_ops import TorchOps
 from tests.model.where import Where
 

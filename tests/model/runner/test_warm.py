@@ -20,10 +20,11 @@ from streamer.model import fallback
 from streamer.model.runner.cuda import CudaRunner
 from tests.kernels.conftest import skip_without_interpreter
 from tests.model.late_device import LateDevice
+from tests.model.proposers import Answer, Oracle
 from tests.model.runner.test_cuda import TINY
 from tests.model.sync_engine import SyncEngine
 from tests.model.test_parity import MIXED
-from tests.model.test_speculation import TOKEN_BYTES, Answer, Oracle
+from tests.model.test_speculation import TOKEN_BYTES
 from tests.model.where import Where
 
 SIZES: dict[str, Any] = {
