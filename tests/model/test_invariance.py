@@ -170,6 +170,25 @@ def test_a_request_is_bit_equal_alone_together_in_chunks_cached_and_recomputed(
 
 
 @pytest.mark.skipif(ops.why_not_native() != "", reason="torch's sums depend on shapes")
+@pytest.mark.parametrize("case", ["llama-float32", "llama-bfloat16", "int4-32", "int4-64"])
+def test_a_row_alone_is_bit_equal_to_the_same_one_among_256(
+    checkpoint: Any, tmp_path: Path, case: str
+) -> None:
+    """At the ends of the batch and within it, greedy and drawn."""
+    model, settings = case_engine(checkpoint, tmp_path, case)
+    asks = mixed_asks(11, 256, longest=14, output=(12, 16))
+    picked = (0, 1, 6, 37, 128, 201, 254, 255)  # every other one greedy, in both engines
+    alone = SyncEngine(model, max_num_seqs=1, max_num_batched_tokens=512, **settings)
+    expected = answers(alone, [asks[i] for i in picked])
+    wide: dict[str, Any] = {"max_num_batched_tokens": 4096, "num_gpu_blocks_override": 1024}
+    together = SyncEngine(model, max_num_seqs=256, **wide, **settings)
+    found = answers(together, asks)
+    assert (alone.widest, together.widest) == (1, 256)
+    assert together.steps < 20  # all of them side by side
+    assert [found[i] for i in picked] == expected
+
+
+@pytest.mark.skipif(ops.why_not_native() != "", reason="torch's sums depend on shapes")
 def test_where_the_host_pool_is_full_tokens_are_the_same(checkpoint: Any, tmp_path: Path) -> None:
     """Every victim would be swapped; one that finds no room there is computed again."""
     model, settings = case_engine(checkpoint, tmp_path, "llama-bfloat16")
