@@ -224,6 +224,7 @@ def main(part: int, num_parts: int) -> None:
         ("1 rows", partial(linears, bf16, 1)),
         ("2048 rows", partial(linears, bf16, 2048)),
         ("fp32", partial(attention, torch.float32, (8, 4, 128), MIXED)),
+        ("fp32 codes", partial(attention, torch.float32, (8, 4, 128), MIXED, torch.int8)),
         ("fp16", partial(small_ops, fp16)),
         ("fp16", partial(attention, fp16, (16, 8, 128), MIXED)),
         ("fp16 codes", partial(attention, fp16, (16, 8, 128), MIXED, torch.int8)),

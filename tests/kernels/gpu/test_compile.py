@@ -34,6 +34,9 @@ ATTENTION = {"_wide_kernel", "_narrow_kernel"}
 PRODUCTS = {*ATTENTION, "_multiply_kernel"}
 NUM_PARTS = 2  # compiled side by side
 LOOPS = {*PRODUCTS, "_cut_kernel"}  # whose loads go on while they compute
+# Bytes a thread may spill, by label: a float32 model over a quantized pool, which is not made for
+# speed. Wide and narrow 264 and 232 with Triton 3.9.0, 224 and 208 with 3.6.0; the others nothing.
+SPILLED_BYTES = {"fp32 codes": 264}
 
 
 def test_every_kernel_compiles_and_keeps_to_its_registers(tmp_path: Path) -> None:
@@ -60,9 +63,11 @@ def test_every_kernel_compiles_and_keeps_to_its_registers(tmp_path: Path) -> Non
             assert part.returncode == 0
             seen += [json.loads(line) for line in output.splitlines()]
     assert {made["kernel"] for made in seen} == KERNELS
+    assert {made["label"] for made in seen} >= set(SPILLED_BYTES)
     for made in seen:
         assert made["shared"] <= SHARED_BYTES, made
-        assert made["stack"] == 0, made
+        most = SPILLED_BYTES.get(made["label"], 0) if made["kernel"] in ATTENTION else 0
+        assert made["stack"] <= most, made
         if made["kernel"] in LOOPS:
             assert made["overlap"] > 0, made
         dtype = made["label"].split()[0]

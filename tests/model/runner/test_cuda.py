@@ -358,7 +358,8 @@ def test_quantized_blocks_survive_swaps_under_replay(
     assert got.preemptions[0] >= 1
     assert device.num_replays > 0
     monkeypatch.undo()  # removes the late ops
-    monkeypatch.setenv("STREAMER_KERNELS", "torch")  # the native kernels have no quantized pools
+    # The native kernels sum in another order, which may round a code otherwise.
+    monkeypatch.setenv("STREAMER_KERNELS", "torch")
     expected = serve(folder, asks, [GREEDY], max_num_seqs=16, kv_cache_dtype=kind)
     assert got.tokens == expected.tokens
     exact = serve(folder, asks, [GREEDY], max_num_seqs=16)
