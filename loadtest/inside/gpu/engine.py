@@ -38,7 +38,8 @@ BATCH_TOKENS = 16_384  # computed in a step
 STEP_ROWS, STEP_PROMPT, STEPS = 256, 128, 200
 HOST_MS = AtMost(0.3)
 PROFILED, KERNELS = 8, 12  # steps, and kernels that are listed
-MIXED_TOKENS, MIXED_ROWS, MIXED_STEPS = (64, 256, 1024), 16, 20
+MIXED_TOKENS, MIXED_ROWS = (64, 512, 2048), 16
+MIXED_STEPS = 15  # whose chunks are one prompt, within the model's limit
 
 
 class Request(NamedTuple):

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from streamer.config import Config
 from streamer.core.sampling import SamplingParams
+from streamer.core.sizes import batched_tokens
 from streamer.model.runner import load, recorded
 from streamer.model.runner.cuda import CudaRunner
 from streamer.model.runner.recorded import decode_sizes, mixed_sizes
@@ -106,9 +108,17 @@ def test_tokens_are_drawn_from_the_heads_own_logits(
     ],
 )
 def test_the_sizes_of_steps_with_chunks(max_tokens: int, sizes: list[int]) -> None:
-    """Up to the most tokens of a step; beyond 128 at most a fifth of a step is padding."""
+    """Up to the most tokens of a step; beyond 128 at most a fifth of a step is padding, beyond
+    1,024 a ninth."""
     assert mixed_sizes(max_tokens) == sizes
     assert all(before >= 0.8 * after for before, after in pairwise(sizes) if after > 128)
+    assert all(9 * before >= 8 * after for before, after in pairwise(sizes) if after > 1024)
+
+
+def test_a_full_step_of_a_gpus_default_budget_is_recorded() -> None:
+    """It would run op by op, and be the host's rather than the device's for a small model."""
+    budget = batched_tokens(Config(model="m"), "cuda")
+    assert mixed_sizes(budget)[-1] == budget
 
 
 def test_recorded_steps_have_the_tokens_of_those_op_by_op(
