@@ -5,8 +5,7 @@ integer ascend with it: the cut is a distance. A pass over the row counts the to
 limits at once and adds up their mass; what lies between the two limits around the cut, a few tokens
 after one or two passes, is gathered and searched in registers. top_k and top_p together take up to
 8 passes (tests/kernels/gpu/test_sample.py), at most 7 of a vocabulary of 152,000 with a top_k up to
-1,000 and logits as models have; they took 62 when each found one bit. A top_k of tens of thousands
-among tokens that are nearly alike took up to 12, in a simulation. Called by sample.py.
+1,000 and logits as models have; they took 62 when each found one bit. Called by sample.py.
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
@@ -21,7 +20,18 @@ from streamer.kernels.gpu.common import power_of_2
 
 # Unmeasured.
 BLOCK = 1024  # tokens a pass takes at once; 2,048 spill registers
-LIMITS = 8  # of a pass
+# Of a pass. No choice of them guarantees 8 passes: a pass finds 3 of a distance's 31 bits, which is
+# 11 passes a filter, and 4 for each of two filters would be 256 limits. Counted in a NumPy model of
+# the passes, 24 rows of 151,936 logits by 13 settings (2026-11-26): the mean, the most, how many of
+# the 312 took more than 8, and the mean of rows like models' with a top_k up to 1,000:
+#   these 8                         4.30  11   8  2.67
+#   16, twice the work of a pass    4.09  11   6  2.58
+#   8 evenly by bits                4.66  11  35  3.75
+#   16 evenly by bits               4.23  10   5  3.42
+# The 8 have a top_k of 20,000 or more and a top_p, over tokens that lie in narrow clusters or over
+# 60 powers of ten. Limits interpolated from the counts of the pass before, with a top_p that begins
+# between limits of top_k's, took 3.59 instead of 4.14 of 22 of the rows, and 12 at most.
+LIMITS = 8
 ROOM = 4096  # tokens that are searched in registers
 SPAN = tl.constexpr(20.0)  # the distances that the first pass divides; few cuts are beyond
 OUTSIDE = tl.constexpr(0x7FFFFFFF)  # above the bits of every distance
