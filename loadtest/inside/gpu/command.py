@@ -44,7 +44,7 @@ SECTIONS = {
     "batch": Section(65, "nano-vllm's 256 requests"),
     "step": Section(79, "a step's time on host and device: decodes, and chunks beside them"),
     "attention": Section(60, "beside torch's SDPA on contiguous K and V"),
-    "tune": Section(50, "kernels with other tiles and stages"),
+    "tune": Section(50, "weights in 4 and 8 bits and FP8; kernels with other tiles and stages"),
     "swap": Section(15, "beside a plain pinned copy"),
     "served": Section(40, "arrivals through the server"),
     "transformers": Section(55, "nano-vllm's requests with transformers' continuous batching"),

@@ -1,4 +1,4 @@
-"""The section of `streamer bench gpu` that tries tiles and stages of kernels, in turn.
+"""The section of `streamer bench gpu` that times matrices, and tries tiles and stages of kernels.
 
 Sets the sizes that the kernels' files call unmeasured, times each, and reports every one beside the
 one in use: what is fastest is written into those files by hand.
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from streamer.errors import ConfigError
+from streamer.loadtest.inside.gpu import linear
 from streamer.loadtest.inside.gpu.kernels import Shape, seconds_of
 from streamer.loadtest.inside.gpu.kernels import paged as paged_attention
 from streamer.loadtest.inside.gpu.models import Where
@@ -23,7 +23,6 @@ DECODE = Shape("decode 256 x 1,024, 16/8 heads of 128", 256, 1, 1024, 16, 8, 128
 PREFILL = Shape("prefill 4 x 2,048, 16/8 heads of 128", 4, 2048, 2048, 16, 8, 128)
 TINY_DECODE = Shape("decode 3 x 40", 3, 1, 40, 4, 2, 16)
 TINY_PREFILL = Shape("prefill 2 x 24", 2, 24, 24, 4, 2, 16)
-LINEAR_ROWS, LINEAR = (1, 64, 1024), (4096, 4096)  # of x; outputs and inputs
 
 
 class Choice(NamedTuple):
@@ -48,26 +47,28 @@ DECODES = [
     *(Choice("items", {"MIN_SPLIT": n}) for n in (128, 256, 512)),
 ]
 PREFILLS = [*_attention("WIDE", (32, 64, 128)), *_attention("STAGES", (2, 3, 4))]
-LINEARS = [
-    Choice("multiply", {"OUTPUTS": outputs, "STAGES": stages})
-    for outputs in (32, 64, 128)
-    for stages in (3, 4, 6)
+LINEARS = [  # compiled anew for each form, in one to three seconds each
+    Choice("multiply", {name: value})
+    for name, value in (("OUTPUTS", 32), ("OUTPUTS", 128), ("STAGES", 3), ("STAGES", 6))
 ]
 
 
 def tune(where: Where, report: Report) -> None:
-    """Microseconds of attention and of a 4-bit weight for each setting."""
+    """Microseconds of a weight in every form; of attention and of the forms that one kernel widens,
+    for each setting."""
+    linear.matrices(where, report)
     decode, prefill = (TINY_DECODE, TINY_PREFILL) if where.is_tiny else (DECODE, PREFILL)
     for shape, choices in ((decode, DECODES), (prefill, PREFILLS)):
         _try(
             shape.name, choices, partial(paged_attention, shape, where.dtype, where), where, report
         )
-    rows, (n, k) = ((1, 8), (64, 64)) if where.is_tiny else (LINEAR_ROWS, LINEAR)
-    weight = _weight(n, k, where)
-    for count in rows:
-        x = torch.randn(count, k, dtype=where.dtype, device=where.device)
-        what = f"4 bits, {count} x {k:,} x {n:,}"
-        _try(what, LINEARS, partial(partial, weight, x), where, report)
+    rows, (n, k) = linear.sizes_of(where)
+    for form in linear.WIDENED:
+        weight = linear.weight_of(form, (n, k), where)
+        for count in rows:
+            x = torch.randn(count, k, dtype=where.dtype, device=where.device)
+            what = f"{form.name}, {count} x {k:,} x {n:,}"
+            _try(what, LINEARS, partial(partial, weight, x), where, report)
 
 
 def _try(
@@ -121,16 +122,3 @@ def _set(choice: Choice, where: Where) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(module, name, value)
-
-
-def _weight(n: int, k: int, where: Where) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A random 4-bit weight, packed."""
-    from streamer.kernels import ops
-    from streamer.kernels.weights import QuantizedWeight
-
-    if k % 32:
-        raise ConfigError(f"{k} columns are no whole groups of 32", param="tune")
-    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=where.device)
-    scales = torch.rand(n, k // 32, device=where.device)
-    weight = QuantizedWeight(codes=codes, scales=scales, group=32, bits=4, zero=8)
-    return ops.choose(where.device).pack_weight([weight], dtype=where.dtype)

@@ -20,6 +20,7 @@ from streamer.kernels import ops, reference
 from streamer.loadtest.inside.gpu import command as gpu
 from streamer.loadtest.inside.gpu import engine as gpu_engine
 from streamer.loadtest.inside.gpu import kernels as gpu_kernels
+from streamer.loadtest.inside.gpu import linear as gpu_linear
 from streamer.loadtest.inside.gpu import models as gpu_models
 from streamer.loadtest.inside.gpu import report as gpu_report
 from streamer.loadtest.inside.gpu import tune as gpu_tune
@@ -74,6 +75,8 @@ def test_every_section_runs_and_is_written(tmp_path: Path) -> None:
         for shape in gpu_kernels.TINY_SHAPES:
             assert (shape.name, f"paged{kind}") in measured
     assert ("transformers, Qwen3-0.6B", "4 requests") in measured
+    for form in ("dense", "4 bits", "8 bits", "FP8", "FP8 in groups of 128"):
+        assert {("64 x 64, 1 rows", form), ("64 x 64, 8 rows", form)} <= measured
     mixed = "Qwen3-0.6B, 24 tokens, 2 of them decodes"
     assert {(mixed, "step, recorded"), (mixed, "step, op by op"), (mixed, "op by op")} <= measured
     assert all(word in text for word in ("section", "attention", "say nothing about speed"))
@@ -161,6 +164,34 @@ def test_tuning_sets_a_kernels_constants_while_it_is_timed() -> None:
             pass
 
 
+@pytest.mark.parametrize("form", [*gpu_linear.WIDENED, gpu_linear.FP8], ids=lambda form: form.name)
+def test_timed_weights_are_of_their_form(
+    monkeypatch: pytest.MonkeyPatch, form: gpu_linear.Form
+) -> None:
+    """On the GPU's kernels: what is widened is tuned, and FP8 with a scale for each output goes to
+    torch's product where the device has one."""
+    skip_without_interpreter()
+    from streamer.kernels.gpu import backend
+    from streamer.kernels.gpu.linear import fp8
+    from streamer.kernels.gpu.linear.packed import Packed, Widened
+
+    monkeypatch.setattr(ops, "choose", lambda device: backend)
+    monkeypatch.setattr(fp8, "has_products", lambda device: True)
+    bfloat16 = gpu_models.Where(torch.device("cpu"), is_tiny=True)
+    monkeypatch.setattr(gpu_models.Where, "dtype", torch.bfloat16)
+    made = gpu_linear.weight_of(form, (32, 256), bfloat16)
+    assert isinstance(made, Packed)
+    (part,) = made._parts
+    if form is gpu_linear.FP8:
+        assert isinstance(part, fp8.Fp8)
+        return
+    assert isinstance(part, Widened)
+    codes = part.codes
+    assert (codes.bits, codes.group, codes.is_float) == (form.bits, form.group, form.is_float)
+    held = codes.words.nbytes + codes.scales.nbytes
+    assert held == form.num_bytes((32, 256))
+
+
 def test_every_tile_that_is_tuned_is_another() -> None:
     """Settings that the heads of the bench's shapes round to the same tile would time it twice."""
     paged = pytest.importorskip("streamer.kernels.gpu.attention.paged")
@@ -187,22 +218,30 @@ def test_a_tile_that_does_not_fit_is_told_and_the_others_are_tried(
 ) -> None:
     """What the device itself says ends the section: nothing after it could be trusted."""
     resources: Any = pytest.importorskip("triton.runtime.errors").OutOfResources
-    errors: list[Exception | None] = [None, resources(300_000, 232_448, "shared memory")]
+    rows, _ = gpu_linear.sizes_of(CPU)
+    forms = (*gpu_linear.WIDENED, gpu_linear.FP8)
+    first = [None] * len(rows) * (1 + len(forms))  # that are timed as they are
+    errors: list[Exception | None] = [
+        *first, None, resources(300_000, 232_448, "shared memory"),
+    ]  # fmt: skip
 
     def seconds(*_: Any) -> float:
         if errors and (error := errors.pop(0)) is not None:
             raise error
         return 1e-6
 
-    monkeypatch.setattr(gpu_tune, "seconds_of", seconds)
+    for module in (gpu_tune, gpu_linear):
+        monkeypatch.setattr(module, "seconds_of", seconds)
     report = new_report()
     gpu_tune.tune(CPU, report)
     found = report.part.figures
-    tried = len(gpu_tune.DECODES) + len(gpu_tune.PREFILLS) + 2 * len(gpu_tune.LINEARS)
-    assert len(found) == tried + 4
-    assert found[1].note.startswith("does not fit: OutOfResources: out of resource: shared memory")
+    shapes = len(rows) * len(gpu_linear.WIDENED)
+    tried = len(gpu_tune.DECODES) + len(gpu_tune.PREFILLS) + shapes * len(gpu_tune.LINEARS)
+    assert len(found) == len(first) + tried + 2 + shapes
+    note = found[len(first) + 1].note
+    assert note.startswith("does not fit: OutOfResources: out of resource: shared memory")
     assert [figure.value for figure in found].count(0.0) == 1
-    errors += [None, torch.AcceleratorError("CUDA error: an illegal memory access")]
+    errors += [*first, None, torch.AcceleratorError("CUDA error: an illegal memory access")]
     with pytest.raises(torch.AcceleratorError, match="illegal"):
         gpu_tune.tune(CPU, new_report())
 
