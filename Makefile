@@ -53,7 +53,7 @@ json-suite: $(VENV)/.ready-dev ## the public JSON Schema test suite, from PyPI's
 	$(BIN)/python -m tests.constraints.suite build/json-suite/jsonschema-*.tar.gz
 
 FUZZ ?= STREAMER_FUZZ_COUNT=1000000 STREAMER_FUZZ_SEED=1 STREAMER_FUZZ_SECONDS=3600
-fuzz: $(VENV)/.ready-dev ## a million changed inputs of every kind, an hour at most; FUZZ="..." has seed and count
+fuzz: $(VENV)/.ready-dev ## a million changed inputs of every kind, for which an hour has to do; FUZZ="..." has seed and count
 	$(FUZZ) $(BIN)/python -m pytest -s -o faulthandler_timeout=0 tests/chaos/test_fuzz.py $(ARGS)
 
 MINUTES ?= 60

@@ -22,6 +22,7 @@ FLAT_TOOL = {"type": "function", "name": "get", "parameters": TOOL["function"]["
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 USER = {"role": "user", "content": "count"}
 SHORT: dict[str, Any] = {"model": "streamer-demo", "max_tokens": 4}
+KNOWN = "resp_1"  # stands for the newest response, of a socket or a body
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {**SHORT, "messages": [USER], "n": 2, "logprobs": True}),
     (
@@ -89,11 +90,35 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ),
     ("/api/chat", {"model": "streamer-demo", "messages": [USER], "options": {"num_predict": 4}}),
     ("/api/generate", {"model": "streamer-demo", "prompt": "x", "options": {"num_predict": 4}}),
+    (
+        "/v1/responses",
+        {"model": "streamer-demo", "max_output_tokens": 40, "input": "x", "background": True},
+    ),
+    (f"/v1/responses/{KNOWN}/cancel", {}),
+    ("/v1/responses/compact", {"model": "streamer-demo", "input": "x", "instructions": "x"}),
+    (
+        "/v1/responses/input_tokens",
+        {"model": "streamer-demo", "input": "x", "tools": [FLAT_TOOL], "instructions": "x"},
+    ),
+    (
+        "/v1/messages/count_tokens",
+        {"model": "streamer-demo", "messages": [USER], "system": "x", "tools": []},
+    ),
+    (
+        "/v1/embeddings",
+        {
+            "model": "streamer-demo",
+            "input": ["x", "count"],
+            "dimensions": 8,
+            "encoding_format": "base64",
+        },
+    ),
+    ("/api/show", {"model": "streamer-demo", "verbose": True}),
+    ("/v1/tickets", {}),
     ("/tokenize", {"model": "streamer-demo", "prompt": "x"}),
     ("/detokenize", {"model": "streamer-demo", "tokens": [1, 2]}),
 ]
 CREATE = {"type": "response.create", "stream_id": "a", "input": "x", "max_output_tokens": 4}
-KNOWN = "resp_1"  # stands for the newest response of the socket
 NEXT = {**CREATE, "previous_response_id": KNOWN}
 EVENTS: list[dict[str, Any]] = [
     CREATE,
@@ -158,6 +183,11 @@ def of_response(event: bytes, name: bytes, is_packed: bool) -> bytes:
     if is_packed:
         return event.replace(msgspec.msgpack.encode(KNOWN), msgspec.msgpack.encode(name.decode()))
     return event.replace(KNOWN.encode(), name)
+
+
+def masked(data: bytes, mask: bytes) -> bytes:
+    """The mask, and the payload under it (RFC 6455, 5.3)."""
+    return mask + bytes(byte ^ mask[i % 4] for i, byte in enumerate(data))
 
 
 def _places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
@@ -259,7 +289,7 @@ class Maker:
                 head = struct.pack(">BBH", first, mask | 126, size)
             else:
                 head = struct.pack(">BBQ", first, mask | 127, size)
-            sent += head + (bytes(4) if mask else b"") + data
+            sent += head + (masked(data, chance.randbytes(4)) if mask else data)
         return sent[: chance.randrange(len(sent))] if chance.random() < 0.1 else sent
 
     def safetensors(self) -> bytes:

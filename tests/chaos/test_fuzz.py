@@ -3,8 +3,9 @@
 The bundled model answers all that can be answered, and two streams beside the inputs, over SSE and
 a WebSocket, answer after answer, which are compared with the undisturbed one token for token.
 `make fuzz` runs a million; STREAMER_FUZZ_COUNT, _SEED and _SECONDS say how many, which, and for how
-long at most. Most are decoded in process, by the server's own application, a share goes over
-sockets. What a run did is printed with a digest of its inputs: the same seed gives the same ones.
+long at most: a count that was asked for and not reached is a failure. Most are decoded in process,
+by the server's own application, a share goes over sockets. What a run did is printed with a digest
+of its inputs: the same seed gives the same ones.
 """
 
 from __future__ import annotations
@@ -21,25 +22,31 @@ import socket
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
+from starlette.routing import Route
 from websockets.protocol import State
 
+from streamer.config import Config
+from streamer.engine.engine import AsyncEngine
 from streamer.errors import ConfigError, InvalidRequest, ModelNotSupported
 from streamer.model.checkpoint import _read_header
 from streamer.model.gguf.header import read_header
 from streamer.server.app import build_app
 from streamer.server.transport.websocket import Frames
 from streamer.tokenizer.chat import ChatTemplate
-from tests.chaos.fuzzing import Maker, of_response
+from tests.chaos.exchanges import LIMIT_S, answer, fault
+from tests.chaos.fuzzing import BODIES, KNOWN, Maker, of_response
 from tests.chaos.neighbours import Neighbours
 from tests.checkpoints import make_checkpoint
 from tests.model.gguf.test_header import is_refused, write_gguf
 from tests.server.support.running import BUNDLED, Running
 
+IS_COUNT_ASKED = "STREAMER_FUZZ_COUNT" in os.environ
 COUNT = int(os.environ.get("STREAMER_FUZZ_COUNT", "3000"))
 SEED = int(os.environ.get("STREAMER_FUZZ_SEED", "1"))
 SECONDS = float(os.environ.get("STREAMER_FUZZ_SECONDS", "120"))
@@ -73,6 +80,7 @@ class Fuzz:
         self.found: list[str] = []
         self.digest = hashlib.sha256()
         self._server, self._app = server, build_app(server.engine, server.config)
+        self._newest = b""  # response of a body
         self._file = folder / "bad"
         made = make_checkpoint(
             folder / "m", "llama", hidden_size=32, intermediate_size=64, num_hidden_layers=1
@@ -96,7 +104,7 @@ class Fuzz:
 
     async def _post(self, path: str, body: bytes) -> None:
         received = [{"type": "http.request", "body": body, "more_body": False}]
-        status, parts = 0, b""
+        status, parts, is_over = 0, b"", False
 
         async def receive() -> Any:
             if received:
@@ -104,17 +112,25 @@ class Fuzz:
             return await asyncio.Future()
 
         async def send(message: Any) -> None:
-            nonlocal status, parts
+            nonlocal status, parts, is_over
             status = message.get("status", status)
             parts += message.get("body", b"")
+            is_over = message["type"] == "http.response.body" and not message.get("more_body")
 
+        if self._newest:
+            path = path.replace(KNOWN, self._newest.decode())
         scope = {**SCOPE, "type": "http", "method": "POST", "scheme": "http", "path": path}
         scope["raw_path"] = path.encode()
         try:
-            await self._app(scope, receive, send)
+            async with asyncio.timeout(LIMIT_S):
+                await self._app(scope, receive, send)
         except Exception as e:
             self.wrong(path, body, e)
         self.statuses[status] += 1
+        found = NAME.findall(parts)
+        self._newest = found[-1] if found else self._newest
+        if not is_over:
+            self.wrong(path, body, (status, parts, "its answer has no end"))
         if status >= 500 and not any(code in parts for code in UNAVAILABLE):
             self.wrong(path, body, (status, parts))
 
@@ -222,31 +238,32 @@ class Fuzz:
             self.wrong(kind, data, e)
 
     def sent(self, num: int) -> None:
-        """Bodies and frames on sockets; their connections are closed by either side."""
+        """Bodies and frames on sockets: each connection ends, and what is whole is answered."""
         host = self._server.url.removeprefix("http://")
         name, port = host.split(":")
         for i in range(num):
+            is_whole = not i % 2 and i % 8 > 0
             if i % 2:
-                data = self.took(
-                    "sockets: frames", self.maker.handshake(host) + self.maker.frames()
-                )
+                parts = self.maker.handshake(host), self.maker.frames()
+                self.took("sockets: frames", b"".join(parts))
             else:
                 path, body = self.maker.body()
                 head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
                 head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
                 raw = head.encode() + body
-                raw = self.maker.scratched(raw) if i % 8 == 0 else raw
-                data = self.took("sockets: HTTP", raw)
-            with socket.create_connection((name, int(port)), 20.0) as client:
-                answer = b""
-                with contextlib.suppress(OSError):
-                    client.sendall(data)
-                    client.shutdown(socket.SHUT_WR)
-                    client.settimeout(20.0)
-                    while more := client.recv(1 << 16):
-                        answer += more
-                if answer.startswith(b"HTTP/1.1 5") and not any(c in answer for c in UNAVAILABLE):
-                    self.wrong("socket", data, answer)
+                parts = (raw if is_whole else self.maker.scratched(raw),)
+                self.took("sockets: HTTP", *parts)
+            is_owed = is_whole or i % 4 == 1  # a handshake is a whole request
+            parts = parts if is_owed else (b"".join(parts),)
+            try:
+                came = answer((name, int(port)), parts, is_whole=is_whole)
+            except TimeoutError as e:
+                self.wrong("socket", b"".join(parts), e)
+                continue
+            if why := fault(came, is_owed=is_owed):
+                self.wrong("socket", b"".join(parts), (why, came))
+            if came.startswith(b"HTTP/1.1 5") and not any(c in came for c in UNAVAILABLE):
+                self.wrong("socket", b"".join(parts), came)
 
 
 class Held(NamedTuple):
@@ -316,6 +333,8 @@ def test_whatever_comes_is_answered_or_refused(
             f"{time.monotonic() - began:.0f} s, neighbours' answers {json.dumps(compared)}; "
             f"{before} and {after}, {fuzz.digest.hexdigest()}"
         )
+        says = f"{fuzz.num_done} of {COUNT} inputs in {SECONDS:g} s"
+        assert fuzz.num_done >= COUNT or not IS_COUNT_ASKED, says
         errors = [r.getMessage() for r in caplog.records if r.name.startswith("streamer")]
         assert errors == []
         assert after.resident_mib < before.resident_mib + 64 + COUNT / 20_000
@@ -324,3 +343,48 @@ def test_whatever_comes_is_answered_or_refused(
         assert min(compared.values()) > 0
     finally:
         server.stop()
+
+
+def test_every_route_that_takes_a_body_has_one() -> None:
+    guard: Any = build_app(AsyncEngine.from_config(config := Config(model="fake")), config)
+    routes = [each for each in guard._app._app.routes if isinstance(each, Route)]
+    paths = {each.path for each in routes if "POST" in (each.methods or ())}
+    given = {path.replace(KNOWN, "{id}") for path, _ in BODIES}
+    assert "/v1/responses" in given
+    assert given == paths
+
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+UPGRADED = b"HTTP/1.1 101 x\r\n\r\n"
+ENDS = {
+    b"": "no answer",
+    b"{}": "no HTTP",
+    HEAD + b"Content-Length: 9\r\n\r\n{}": "an answer that is not whole",
+    HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n": "an answer that is not whole",
+    HEAD + b"Content-Length: 2\r\n\r\n{}": "",
+    UPGRADED + b"\x81\x05{}": "a frame that is cut",
+    UPGRADED + b"\x81\x82{}": "a frame that begins with",
+    UPGRADED + b"\x81\x02{}\x88\x00": "",
+}
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("came", ENDS)
+def test_what_is_wrong_with_an_answer_is_seen(came: bytes, is_whole: bool) -> None:
+    """Of a server that sends this, and then closes or hangs."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(answer, server.getsockname(), (b"x",), is_whole=is_whole, limit_s=0.1)
+        one, _ = server.accept()
+        with one:
+            one.sendall(came)
+            with pytest.raises(TimeoutError, match="no end within"):
+                asked.result()
+        asked = pool.submit(answer, server.getsockname(), (b"x",), is_whole=is_whole)
+        one, _ = server.accept()
+        with one:
+            assert one.recv(1) == b"x"
+            one.sendall(came)
+        assert asked.result() == came
+    assert fault(came, is_owed=True).startswith(ENDS[came])
+    assert bool(fault(came, is_owed=True)) == bool(ENDS[came])
+    assert not fault(b"", is_owed=False)
