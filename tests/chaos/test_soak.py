@@ -42,6 +42,8 @@ SOAK_S = 60 * float(os.environ.get("STREAMER_SOAK_MINUTES", "2"))
 NUM_VANISHING = 10
 # After this many rounds everything has been made that is kept: threads, pools, caches of grammars.
 NUM_WARM = 6
+# Of those after them at least so many, however slow: the first and the last are compared.
+NUM_COMPARED = 3
 # What a model would have measured that takes a second a step, and its draft model a hundredth.
 DEAR: dict[str, Any] = {"step_s": ((1, 1.0), (64, 1.1)), "verify_s": (), "draft_s": 0.01}
 DEAR |= {"verified_s": 0.0, "num_verified": 0, "drafting_s": 0.0}
@@ -274,7 +276,7 @@ async def test_what_the_process_holds_does_not_grow(
     num_answers = 0
     try:
         began = time.monotonic()
-        while time.monotonic() - began < SOAK_S or len(seen) <= NUM_WARM:
+        while time.monotonic() - began < SOAK_S or len(seen) < NUM_WARM + NUM_COMPARED:
             server = servers[len(seen) % len(servers)]
             num_answers += await one_round(server, len(seen))
             await asyncio.to_thread(server.wait_idle)
@@ -295,14 +297,26 @@ async def test_what_the_process_holds_does_not_grow(
 
 
 def check_flat(seen: list[Held]) -> None:
-    """The last third of the rounds holds what the first third did.
+    """The last third of the rounds holds what the first third did; they are no rounds in common.
 
     The journal's own log (WAL) may take 16 MiB before it is written back.
     """
-    part = max(1, len(seen) // 3)
+    assert len(seen) >= NUM_COMPARED
+    part = len(seen) // NUM_COMPARED
     first, last = seen[:part], seen[-part:]
     allowed = Held(resident_mib=32, files=8, tasks=4, threads=4, journal_mib=20)
     for i, name in enumerate(Held._fields):
         before = statistics.median(each[i] for each in first)
         after = statistics.median(each[i] for each in last)
         assert after <= before + allowed[i], f"{name}: {before} -> {after}"
+
+
+@pytest.mark.parametrize("num_rounds", [1, 2, 3, 4, 30])
+@pytest.mark.parametrize("field", Held._fields)
+def test_what_grows_is_seen_in_the_fewest_rounds(field: str, num_rounds: int) -> None:
+    rest = Held(500.0, 40, 9, 30, 12.0)
+    grown = rest._replace(**{field: getattr(rest, field) + 33})
+    with pytest.raises(AssertionError):
+        check_flat([rest] * (num_rounds // 2) + [grown] * (num_rounds - num_rounds // 2))
+    if num_rounds >= NUM_COMPARED:
+        check_flat([rest] * num_rounds)
