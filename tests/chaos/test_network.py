@@ -1,7 +1,8 @@
-"""No connection leaves the machine that was not asked for: a server from its start to its end.
+"""No connection leaves the machine that was not asked for, from a program's start to its end.
 
-A library before libc sees every address that is looked up, bound, connected or sent to, also by
-native code, and refuses all but this machine's.
+The programs are a server, `streamer generate`, `streamer chat` and the Python class. A library
+before libc sees every address that is looked up, bound, connected or sent to, also by native code,
+and refuses all but this machine's.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ SOURCE = r"""
 #endif
 
 static int is_refused(const char *what, const char *name) {
-    const char *ours[] = {"127.", "::1", "::ffff:127.", "localhost", "unix", "0.0.0.0", "none"};
-    int found = 0;
+    const char *ours[] = {"::1", "localhost", "unix", "none"};
+    const char *number = strncmp(name, "::ffff:", 7) ? name : name + 7;
+    int found = !strncmp(number, "127.", 4) && !number[strspn(number, "0123456789.")];
     for (size_t i = 0; i < sizeof ours / sizeof *ours; i++)
-        found |= !strncmp(name, ours[i], strlen(ours[i]));
+        found |= !strcmp(name, ours[i]);
     dprintf(2, "SEEN %s %s %s\n", found ? "ours" : "STRANGER", what, name);
     errno = ENETUNREACH;
     return !found;
@@ -76,7 +78,7 @@ int getaddrinfo(const char *node, const char *service, const struct addrinfo *hi
         ? EAI_FAIL : REAL(getaddrinfo)(node, service, hints, found);
 }
 """
-# Of Python's own sockets, of native code's, and of a name that is looked up.
+# Of Python's own sockets, of native code's, of names that are looked up, and one open to all.
 STRANGERS = """
 import contextlib, ctypes, socket
 with contextlib.suppress(OSError):
@@ -85,10 +87,25 @@ with contextlib.suppress(OSError):
     socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", ("192.0.2.2", 53))
 with contextlib.suppress(OSError):
     socket.getaddrinfo("example.invalid", 80)
+with contextlib.suppress(OSError):
+    socket.getaddrinfo("localhost.example.invalid", 80)
+with contextlib.suppress(OSError):
+    socket.getaddrinfo("127.example.invalid", 80)
+with contextlib.suppress(OSError):
+    socket.socket().bind(("0.0.0.0", 0))
 address = socket.AF_INET.to_bytes(2, "little") + bytes((0, 80, 192, 0, 2, 3)) + bytes(8)
 libc = ctypes.CDLL(None)
 assert libc.connect(libc.socket(2, 1, 0), address, 16) == -1
 """
+COMMAND = "import streamer.cli; assert streamer.cli.main({}) == 0"
+LLM = """
+from streamer import LLM, SamplingParams
+short = SamplingParams(max_tokens=4)
+with LLM(dtype="float32", num_gpu_blocks_override=64, max_model_len=512) as llm:
+    print(llm.generate("http://example.com/x", short)[0].text)
+    print(llm.chat([{"role": "user", "content": "x"}], short)[0].text)
+"""
+MARKED = "\nimport socket; socket.getaddrinfo('localhost', 80)"  # it was watched until here
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +121,23 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def seen(output: str, whose: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith(f"SEEN {whose}")]
+
+
+def speaks_to_nobody(watched: dict[str, str], command: list[str]) -> None:
+    """A command of `streamer` that answers a question, or without one the Python class."""
+    program = COMMAND.format([*command, "--max-tokens", "4"]) if command else LLM
+    done = subprocess.run(
+        [sys.executable, "-c", program + MARKED],
+        input="Who is http://example.com/x?\n",
+        env=watched,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip()
+    assert seen(done.stderr, "ours getaddrinfo localhost")
+    assert seen(done.stderr, "STRANGER") == []
 
 
 def gguf_file(folder: Path) -> Path:
@@ -162,6 +196,8 @@ def test_a_server_speaks_to_its_clients_alone(
                 body = {"model": "served", "input": "x", "max_output_tokens": 4}
                 client.post("/v1/responses", json=body).raise_for_status()
             client.get("/")
+            if model == "bundled":
+                speaks_to_nobody(watched, ["chat", "--url", str(client.base_url)])
     finally:
         process.terminate()
         assert process.wait(30.0) == 0, log.read_text()[-2000:]
@@ -169,8 +205,14 @@ def test_a_server_speaks_to_its_clients_alone(
     assert seen(log.read_text(), "STRANGER") == []
 
 
+@pytest.mark.parametrize("program", ["generate", "chat", "LLM"])
+def test_an_answer_in_process_speaks_to_nobody(watched: dict[str, str], program: str) -> None:
+    speaks_to_nobody(watched, [] if program == "LLM" else [program])
+
+
 def test_strangers_are_seen_and_refused(watched: dict[str, str]) -> None:
     command = [sys.executable, "-c", STRANGERS]
     done = subprocess.run(command, env=watched, stderr=subprocess.PIPE, text=True, check=True)
     names = [line.rpartition(" ")[2] for line in seen(done.stderr, "STRANGER")]
-    assert names == ["192.0.2.1", "192.0.2.2", "example.invalid", "192.0.2.3"]
+    looked_up = ["example.invalid", "localhost.example.invalid", "127.example.invalid"]
+    assert names == ["192.0.2.1", "192.0.2.2", *looked_up, "0.0.0.0", "192.0.2.3"]
