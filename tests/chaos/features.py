@@ -49,6 +49,7 @@ GRAMMARS: dict[str, Any] = {
 # Each client leaves one way and comes back another.
 WAYS = [by_query, by_socket, by_header, by_messagepack]
 BASE: dict[str, Any] = {"model": "streamer-demo", "temperature": 1.0}
+BIAS = {str(token): (token % 5 - 2) * 2.0 for token in range(300, 400)}
 NUM_STEERED = 20  # events before the answer is steered
 
 
@@ -80,6 +81,8 @@ def features(seed: int) -> dict[str, Ask]:
         "reasoning": body(80, **thinks),
         "reasoned call": body(150, **tools, **thinks, parallel_tool_calls=False),
         "wandering": body(100, ignore_eos=True, return_token_ids=True),
+        "repetition": body(90, repetition_penalty=1.4, min_p=0.02, ignore_eos=True),
+        "biased": body(90, logit_bias=BIAS, min_p=0.05, return_token_ids=True),
     }
     found: dict[str, Ask] = {n: partial(turned(), body=b) for n, b in bodies.items()}
     messages = [{"role": "user", "content": prompt(chance)}]

@@ -95,7 +95,7 @@ class Killable:
     def wait_ready(self) -> None:
         """Wait until requests are taken."""
         end = time.monotonic() + START_S
-        while not self._is_ready():
+        while not self.is_ready():
             assert time.monotonic() < end, self.lines()[-2000:]
             time.sleep(POLL_S)
 
@@ -105,7 +105,8 @@ class Killable:
             self._readying = asyncio.create_task(asyncio.to_thread(self.wait_ready))
         await asyncio.shield(self._readying)
 
-    def _is_ready(self) -> bool:
+    def is_ready(self) -> bool:
+        """Whether requests are taken."""
         # not httpx.get: it reads the certificates each time, 49 ms that the server starts later
         connection = HTTPConnection("127.0.0.1", self.port, timeout=5.0)
         with closing(connection), contextlib.suppress(OSError, HTTPException):

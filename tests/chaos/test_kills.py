@@ -1,9 +1,9 @@
 """A server that is killed at random moments, and started again: no accepted answer notices.
 
 The same requests are made of a server that nothing disturbs; then of one that is killed over and
-over while its clients read, and started again with too few blocks and another way to speculate.
-Nothing may be lost, repeated or altered. `STREAMER_KILLS` is the number of moments (`make chaos`
-sets 100).
+over, while its clients read and while it starts, and started again with too few blocks and another
+way to speculate. Nothing may be lost, repeated or altered. `STREAMER_KILLS` is the number of
+moments (`make chaos` sets 100).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import random
+import time
 from collections.abc import Awaitable
 from itertools import count
 from pathlib import Path
@@ -136,25 +137,47 @@ def scarce(number: int) -> dict[str, Any]:
 
 
 class Kills:
-    """Kills the server whenever its clients have read a random number of events more."""
+    """Kills the server whenever its clients have read a random number of events more.
 
-    def __init__(self, process: Killable, server: Server, chance: random.Random) -> None:
-        self.num_done = 0
+    Two kills of five come at a random moment from its start on, before it is ready; so some servers
+    end twice in a row before they have restored what the journal has.
+
+    start_s  from a start until it was ready; that of the first one has more to read from the disk
+    """
+
+    def __init__(
+        self, process: Killable, server: Server, chance: random.Random, start_s: float
+    ) -> None:
+        self.num_done = self.num_starting = 0
         self.counts = dict.fromkeys(COUNTED, 0.0)
         self._process, self._server, self._chance = process, server, chance
+        self.start_s, self._began = start_s, 0.0
 
     async def go_on(self, num_kills: int) -> None:
-        server = self._server
         while self.num_done < num_kills:
-            at = server.num_read + self._chance.randrange(1, 100)
-            while server.num_read < at:
-                server.more.clear()
-                await server.more.wait()
-            await self.count()
+            if self.num_done % 5 in (2, 3):
+                await self._starting()
+            else:
+                await self._serving()
             self._process.kill()
             self.num_done += 1
             self._process.start(**scarce(self.num_done))
-            await self._process.ready()
+            self._began = time.monotonic()
+
+    async def _serving(self) -> None:
+        await self._process.ready()
+        self.start_s = min(self.start_s, time.monotonic() - self._began)
+        server = self._server
+        at = server.num_read + self._chance.randrange(1, 100)
+        while server.num_read < at:
+            server.more.clear()
+            await server.more.wait()
+        await self.count()
+
+    async def _starting(self) -> None:
+        """A moment of a start: no event of the server's tells one from another."""
+        await asyncio.sleep(self._chance.uniform(0.0, self.start_s))
+        self.num_starting += not await asyncio.to_thread(self._process.is_ready)
 
     async def count(self) -> None:
         """Add what the process has counted, which ends with it."""
@@ -173,12 +196,14 @@ async def test_a_killed_server_loses_repeats_and_alters_no_answer(tmp_path: Path
     settings |= {"max_wait_s": 0.0, **features.settings(tmp_path)}
     with Killable(tmp_path / "log", **settings) as process:
         process.start()
+        began = time.monotonic()
         await process.ready()
+        start_s = time.monotonic() - began
         server = Server(process.url, process.ready)
         mixes = [asks(seed) | features.features(seed) for seed in range(NUM_MIXES)]
         wanted = [await outcomes(server, mix) for mix in mixes[: 1 + NUM_KILLS // 10]]
         await server.check_stored()
-        kills = Kills(process, server, chance)
+        kills = Kills(process, server, chance, start_s)
         num_answers = 0
         for i in count():
             seed = i % len(wanted)
@@ -199,9 +224,11 @@ async def test_a_killed_server_loses_repeats_and_alters_no_answer(tmp_path: Path
     assert server.num_resumed > NUM_KILLS
     assert server.num_steered
     assert kills.counts[PREEMPTIONS]
+    assert kills.num_starting or NUM_KILLS < MANY
     # Drafts are made where they pay, which is measured: on a busy machine nowhere in a short run.
     assert kills.counts[DRAFTS] or NUM_KILLS < MANY
     print(
-        f"{kills.num_done} kills, {num_answers} answers, {server.num_resumed} resumed, "
-        f"{server.num_steered} steered, {kills.counts}"
+        f"{kills.num_done} kills, {kills.num_starting} of them before it was ready "
+        f"(which takes {kills.start_s:.2f} s), {num_answers} answers, "
+        f"{server.num_resumed} resumed, {server.num_steered} steered, {kills.counts}"
     )
