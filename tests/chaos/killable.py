@@ -75,12 +75,16 @@ class Killable:
         self._forker.wait(START_S)
         self._forker.stdout.close()  # type: ignore[union-attr]
 
-    def start(self, **settings: Any) -> None:
-        """Begin a start, once the process before it has ended; `settings` are of this one alone."""
+    def start(self, dies_at: int | None = None, **settings: Any) -> None:
+        """Begin a start, once the process before it has ended; `settings` are of this one alone.
+
+        dies_at  the step of its restoring at which it is killed
+        """
         pipe, answer = self._forker.stdin, self._forker.stdout
         if pipe is None or answer is None:
             raise RuntimeError("it was not entered")
-        pipe.write(json.dumps([*self._command, *_flags(settings)]) + "\n")
+        dies = [] if dies_at is None else [dies_at]
+        pipe.write(json.dumps([*dies, *self._command, *_flags(settings)]) + "\n")
         pipe.flush()
         self.pid = int(answer.readline())
         self._readying = None  # it waited for the process before
@@ -91,6 +95,11 @@ class Killable:
             os.kill(self.pid, number)
             if number == signal.SIGKILL:
                 self.pid = 0
+
+    def has_ended(self) -> bool:
+        """Whether the process has ended by itself."""
+        state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state == "Z"  # until the next start
 
     def wait_ready(self) -> None:
         """Wait until requests are taken."""

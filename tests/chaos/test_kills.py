@@ -31,11 +31,12 @@ from tests.chaos.clients import (
     response_in_background,
     scrubbed,
 )
-from tests.chaos.killable import Killable
+from tests.chaos.killable import POLL_S, Killable
 
 NUM_KILLS = int(os.environ.get("STREAMER_KILLS", "3"))
 MANY = 20
 NUM_MIXES = 3
+NUM_STEPS = 30  # of restoring; a journal that has fewer is restored
 ROUND_S = 900.0  # with thirty starts of a server, on a machine that does other work too
 SCHEMA = {
     "type": "object",
@@ -139,8 +140,8 @@ def scarce(number: int) -> dict[str, Any]:
 class Kills:
     """Kills the server whenever its clients have read a random number of events more.
 
-    Two kills of five come at a random moment from its start on, before it is ready; so some servers
-    end twice in a row before they have restored what the journal has.
+    Two kills of five come before the server is ready: one at a random moment from its start on, and
+    the next while it restores what the journal has, at a random request of those.
 
     start_s  from a start until it was ready; that of the first one has more to read from the disk
     """
@@ -148,21 +149,27 @@ class Kills:
     def __init__(
         self, process: Killable, server: Server, chance: random.Random, start_s: float
     ) -> None:
-        self.num_done = self.num_starting = 0
+        self.num_done = self.num_starting = self.num_restoring = 0
         self.counts = dict.fromkeys(COUNTED, 0.0)
         self._process, self._server, self._chance = process, server, chance
         self.start_s, self._began = start_s, 0.0
 
     async def go_on(self, num_kills: int) -> None:
         while self.num_done < num_kills:
-            if self.num_done % 5 in (2, 3):
-                await self._starting()
-            else:
-                await self._serving()
-            self._process.kill()
+            match self.num_done % 5:
+                case 1:
+                    await self._starting()
+                case 2:
+                    await self._restoring()
+                case _:
+                    await self._serving()
             self.num_done += 1
-            self._process.start(**scarce(self.num_done))
-            self._began = time.monotonic()
+            self._restart()
+
+    def _restart(self, dies_at: int | None = None) -> None:
+        self._process.kill()
+        self._process.start(dies_at, **scarce(self.num_done))
+        self._began = time.monotonic()
 
     async def _serving(self) -> None:
         await self._process.ready()
@@ -178,6 +185,19 @@ class Kills:
         """A moment of a start: no event of the server's tells one from another."""
         await asyncio.sleep(self._chance.uniform(0.0, self.start_s))
         self.num_starting += not await asyncio.to_thread(self._process.is_ready)
+
+    async def _restoring(self) -> None:
+        """A start that ends while it restores; one that is given up is followed by another."""
+        self._restart(self._chance.randrange(NUM_STEPS))
+        try:
+            while not (has_ended := self._process.has_ended()):
+                if await asyncio.to_thread(self._process.is_ready):
+                    break
+                await asyncio.sleep(POLL_S)
+        except asyncio.CancelledError:
+            self._restart()
+            raise
+        self.num_restoring += has_ended
 
     async def count(self) -> None:
         """Add what the process has counted, which ends with it."""
@@ -224,11 +244,12 @@ async def test_a_killed_server_loses_repeats_and_alters_no_answer(tmp_path: Path
     assert server.num_resumed > NUM_KILLS
     assert server.num_steered
     assert kills.counts[PREEMPTIONS]
+    assert kills.num_restoring
     assert kills.num_starting or NUM_KILLS < MANY
     # Drafts are made where they pay, which is measured: on a busy machine nowhere in a short run.
     assert kills.counts[DRAFTS] or NUM_KILLS < MANY
     print(
         f"{kills.num_done} kills, {kills.num_starting} of them before it was ready "
-        f"(which takes {kills.start_s:.2f} s), {num_answers} answers, "
+        f"({kills.start_s:.2f} s), {kills.num_restoring} while it restored, {num_answers} answers, "
         f"{server.num_resumed} resumed, {server.num_steered} steered, {kills.counts}"
     )
