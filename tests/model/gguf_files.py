@@ -53,6 +53,10 @@ def rounded(dense: np.ndarray, kind: Kind, rng: np.random.Generator) -> np.ndarr
         return _rounded_with_minima(dense, 4 if kind is Kind.Q4_K else 5)
     if kind is Kind.Q6_K:
         return _rounded_q6(dense)
+    if kind is Kind.Q2_K:
+        return _rounded_q2(dense)
+    if kind is Kind.Q3_K:
+        return _rounded_q3(dense)
     if kind is Kind.IQ4_NL:
         parts = dense.reshape(dense.shape[0], -1, 32)
         values = np.array(gguf.quants.IQ4_NL.kvalues, np.float32)
@@ -93,6 +97,46 @@ def _rounded_with_minima(dense: np.ndarray, bits: int) -> np.ndarray:
             ((codes >> 4) << np.arange(8, dtype=np.uint8)[:, None]).sum(2, dtype=np.uint8)
         )
     return np.concatenate([*fields, low_bits], -1).reshape(n, -1)
+
+
+def _rounded_q2(dense: np.ndarray) -> np.ndarray:
+    """16 parts of 16, each with 4 bits of a scale and of a minimum."""
+    n = dense.shape[0]
+    parts = dense.reshape(n, -1, 16, 16)
+    low = np.minimum(parts.min(-1), 0)
+    spread = (np.maximum(parts.max(-1), 0) - low) / 3
+    units = [np.maximum(x.max(-1, keepdims=True) / 15, 1e-7) for x in (spread, -low)]
+    halves = [x.astype(np.float16) for x in units]
+    d, dmin = (x.astype(np.float32) for x in halves)
+    scale = np.clip(np.rint(spread / d), 1, 15).astype(np.uint8)
+    least = np.clip(np.rint(-low / dmin), 0, 15).astype(np.uint8)
+    codes = (parts + (dmin * least)[..., None]) / (d * scale)[..., None]
+    low_bits = _pairs_of_bits(np.clip(np.rint(codes), 0, 3).astype(np.uint8))
+    fields = [scale | least << 4, low_bits, *(x.view(np.uint8) for x in halves)]
+    return np.concatenate(fields, -1).reshape(n, -1)
+
+
+def _rounded_q3(dense: np.ndarray) -> np.ndarray:
+    """16 parts of 16, each with 6 bits of a scale; the third bits of all codes come first."""
+    n = dense.shape[0]
+    parts = dense.reshape(n, -1, 16, 16)
+    spread = np.abs(parts).max(-1) / 3.5
+    d = np.maximum(spread.max(-1, keepdims=True) / 31, 1e-7).astype(np.float16)
+    scale = np.clip(np.rint(spread / d.astype(np.float32)), 1, 31)
+    codes = np.rint(parts / (d.astype(np.float32) * scale)[..., None])
+    codes = (np.clip(codes, -4, 3) + 4).astype(np.uint8)
+    high = (codes >> 2).reshape(n, -1, 8, 32) << np.arange(8, dtype=np.uint8)[:, None]
+    six = scale.astype(np.uint8) + 32
+    top = (six >> 4).reshape(n, -1, 4, 4) << np.array([0, 2, 4, 6], np.uint8)[:, None]
+    scales = [six[..., :8] & 15 | (six[..., 8:] & 15) << 4, top.sum(2, dtype=np.uint8)]
+    fields = [high.sum(2, dtype=np.uint8), _pairs_of_bits(codes & 3), *scales, d.view(np.uint8)]
+    return np.concatenate(fields, -1).reshape(n, -1)
+
+
+def _pairs_of_bits(codes: np.ndarray) -> np.ndarray:
+    """Codes of 2 bits [N, blocks, 16, 16] -> bytes [N, blocks, 64], each of 4 that are 32 apart."""
+    rows = codes.reshape(*codes.shape[:2], 2, 4, 32) << np.array([0, 2, 4, 6], np.uint8)[:, None]
+    return rows.sum(3, dtype=np.uint8).reshape(*codes.shape[:2], 64)
 
 
 def _rounded_q6(dense: np.ndarray) -> np.ndarray:

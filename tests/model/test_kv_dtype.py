@@ -27,11 +27,17 @@ from tests.model.test_decoder import load, random_tokens
 from tests.model.test_parity import MIXED
 
 LOGPROBS = SamplingParams(temperature=0.0, seed=0, max_tokens=1024, logprobs=2)
-# The most that the mean Kullback-Leibler divergence of a token's distribution from the unquantized
-# cache's may be: about twice what was measured. The bundled model had 0.0002 (int8), 0.0045 (fp8);
-# random models, whose small heads tell little apart, spread an error further: 0.0019 and 0.049.
-BUNDLED = {"int8": 0.0005, "fp8": 0.01}
-RANDOM = {"int8": 0.004, "fp8": 0.1}
+# The mean Kullback-Leibler divergence of a token's distribution from the unquantized cache's, as
+# measured: random models, whose small heads tell little apart, spread an error further. Compiled
+# for AVX2, or for no vectors, it is within 3% of this, by torch too. With a scale for 16 tokens
+# int8 has 1.7 to 2.4 times as much, fp8 1.1 to 1.5; with a scale of 1 fp8 1.5 of random ones.
+BUNDLED = {"int8": 0.00023, "fp8": 0.0047}
+RANDOM = {
+    "llama": {"int8": 0.00170, "fp8": 0.0368},
+    "qwen2": {"int8": 0.00188, "fp8": 0.0489},
+    "qwen3": {"int8": 0.00052, "fp8": 0.0084},
+}
+ACROSS = 1.15
 
 pytestmark = pytest.mark.parametrize("kind", list(KV_DTYPES))
 
@@ -48,10 +54,10 @@ def divergence(model: Decoder, tokens: list[int], kind: str) -> float:
 def test_distributions_move_little(
     checkpoint: Any, family: str, kernels: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Above 0, as the cache is quantized, and below the limit."""
+    """As much as was measured, and not less, as the cache is quantized."""
     monkeypatch.setenv("STREAMER_KERNELS", kernels)
     moved = divergence(load(checkpoint(family, 1)), random_tokens(120), kind)
-    assert RANDOM[kind] / 100 < moved < RANDOM[kind]
+    assert RANDOM[family][kind] / ACROSS < moved < RANDOM[family][kind] * ACROSS
 
 
 def test_the_bundled_models_distributions_move_less(kind: str) -> None:
@@ -59,7 +65,7 @@ def test_the_bundled_models_distributions_move_less(kind: str) -> None:
     tokenizer = Tokenizer.from_folder(CHECKPOINT, None)
     tokens = list(tokenizer.encode((CHECKPOINT.parent / "report.md").read_text()))[:400]
     moved = divergence(load(CHECKPOINT), tokens, kind)
-    assert BUNDLED[kind] / 100 < moved < BUNDLED[kind]
+    assert BUNDLED[kind] / ACROSS < moved < BUNDLED[kind] * ACROSS
 
 
 def test_chunks_change_no_bit(checkpoint: Any, kind: str) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from streamer.cli import main
 from streamer.errors import ConfigError
+from streamer.kernels import ops
 from streamer.loadtest.inside.accuracy import command as accuracy
 
 
@@ -33,18 +34,30 @@ def test_windows_are_whole_and_at_most_as_many_as_requested() -> None:
         accuracy.cut(range(3), 4, 1)
 
 
-def test_the_bundled_model_loses_no_more_than_its_table_says(tmp_path: Path) -> None:
-    """docs/quantization.md has the figures of more text: int8 0.0001, int4 0.004.
+# Means, in nats, of the command's first 254 tokens; what docs/quantization.md has of 2,040 is two
+# or three times as much. Compiled for AVX2, or for no vectors, they are within a fifth of these,
+# int8 beside bfloat16 within a quarter. Int4 rounded to nearest instead of searched has 0.0020
+# and 0.0025.
+KINDS = ("int8", "int4", "fp8", "KV int8", "KV fp8")
+LOSSES = {
+    "float32": (4.6e-5, 1.2e-3, 3.4e-4, 4e-6, 9.7e-5),
+    "bfloat16": (1.2e-4, 1.3e-3, 3.8e-4, 3.1e-5, 1.2e-4),
+}
 
-    The text is right, too: a model that never saw such stories has a perplexity of thousands.
-    """
+
+@pytest.mark.skipif(ops.why_not_native() != "", reason="of the native kernels")
+@pytest.mark.parametrize("dtype", LOSSES)
+def test_the_bundled_model_loses_no_more_than_it_did(tmp_path: Path, dtype: str) -> None:
+    """The text is right, too: a model that never saw such stories has a perplexity of thousands."""
     out = tmp_path / "scores.json"
-    flags = ["--windows", "2", "--context", "256", "--quantization", "int8", "int4"]
-    assert main(["bench", "accuracy", *flags, "--json", str(out)]) == 0
-    dense, int8, int4 = json.loads(out.read_text())
+    flags = ["--windows", "2", "--context", "256", "--quantization", "int8", "int4", "fp8"]
+    flags += ["--kv-cache-dtype", "int8", "fp8", "--dtype", dtype, "--json", str(out)]
+    assert main(["bench", "accuracy", *flags]) == 0
+    dense, *quantized = json.loads(out.read_text())
     assert dense["num_tokens"] == 2 * 127
     assert 1 < dense["perplexity"] < 20
     assert dense["kl_mean"] == 0
-    assert 0 < int8["kl_mean"] < 0.0005
-    assert int8["kl_mean"] < int4["kl_mean"] < 0.015
-    assert int4["same_best"] > 0.95
+    for score, kind, measured in zip(quantized, KINDS, LOSSES[dtype], strict=True):
+        assert score["name"] == kind
+        assert 0 < score["kl_mean"] < 1.35 * measured, kind
+        assert score["same_best"] > 0.98

@@ -15,12 +15,11 @@ from streamer import LLM, SamplingParams
 from streamer.cli import main
 from streamer.demo import CHECKPOINT
 from streamer.kernels import ops
-from streamer.loadtest.inside.accuracy import command as accuracy
 from streamer.model.checkpoint import open_checkpoint
 from streamer.model.inspect import generation_defaults, recognize
 from streamer.model.loader import load_decoder
 from streamer.tokenizer.tokenizer import Tokenizer
-from tests.checkpoints import reference_logits, reference_model
+from tests.model import stories
 from tests.model.gguf_files import Kind, add_bytes, add_tokenizer, rounded, write_gguf
 from tests.model.hand import paged_logits
 
@@ -113,53 +112,72 @@ def test_info_of_a_file_whose_split_is_unknown_names_it(
     assert "refused tokenizer.ggml.pre: 'no-such-split' is not one of" in shown
 
 
-Windows = list[list[int]]
-# Nats a token; llama.cpp rounds them, too. Q8_0 loses 0.00005 by its weights alone, 0.00011 here;
-# Q5_0 0.00314 and 0.00334, the others less beyond 1.05 times their file.
-INT8_ACTIVATIONS = 2e-4
+# What int8 activations lose beside the file's own weights in float32, in nats a token: 128 columns
+# share a scale, beside Q8_0 32. Compiled for AVX2, or for no vectors, it is within 7% of this.
+ACTIVATIONS = {
+    "Q4_0": 1.3e-4,
+    "Q4_1": 1.3e-4,
+    "Q5_0": 1.4e-4,
+    "Q5_1": 1.4e-4,
+    "Q8_0": 0.6e-4,
+    "MXFP4": 1.2e-4,
+    "IQ4_NL": 1.6e-4,
+    "Q2_K": 6.2e-4,
+    "Q3_K": 1.4e-4,
+    "Q4_K": 1.0e-4,
+    "Q5_K": 1.0e-4,
+    "Q6_K": 0.9e-4,
+    "Q4_K_M": 1.0e-4,
+    "Q5_K_M": 1.1e-4,
+}
+ACROSS = 1.2
+
+
+def llamacpp_mix(name: str, body: Kind, finer: Kind, short: Kind) -> Kind:
+    """As llama-quantize makes Q4_K_M and Q5_K_M of such a model: `finer` for embeddings, and for
+    values in half of the layers; down_proj, whose 704 columns are no blocks of 256, in 32s."""
+    is_finer = any(f".{layer}." in name for layer in (0, 1, 4))
+    if "down_proj" in name:
+        return Kind.Q8_0 if is_finer else short
+    return finer if "embed" in name or ("v_proj" in name and is_finer) else body
+
+
+MIXTURES = {
+    "Q4_K_M": (Kind.Q4_K, Kind.Q6_K, Kind.Q5_0),
+    "Q5_K_M": (Kind.Q5_K, Kind.Q6_K, Kind.Q5_1),
+}
 
 
 @pytest.fixture(scope="module")
-def truth() -> tuple[Windows, list[torch.Tensor]]:
+def truth() -> tuple[stories.Windows, list[torch.Tensor]]:
     """Unseen stories, and transformers' probabilities of the dense model in float32."""
-    tokens = Tokenizer.from_folder(CHECKPOINT).encode(accuracy.some_text(None))
-    windows = accuracy.cut(tokens, 256, 6)
-    return windows, probabilities(CHECKPOINT, windows)
-
-
-def probabilities(folder: Path, windows: Windows) -> list[torch.Tensor]:
-    model = reference_model(folder)
-    return [reference_logits(model, window).log_softmax(-1)[:-1] for window in windows]
-
-
-def divergence(expected: list[torch.Tensor], found: list[torch.Tensor]) -> float:
-    """Mean of the tokens, in nats."""
-    each = [(p.exp() * (p - q)).sum(-1) for p, q in zip(expected, found, strict=True)]
-    return float(torch.cat(each).mean())
+    windows = stories.windows(256, 6)
+    return windows, stories.probabilities(CHECKPOINT, windows)
 
 
 @pytest.mark.skipif(ops.why_not_native() != "", reason="of the native kernels")
-@pytest.mark.parametrize(
-    "kind",
-    ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K"],
-)
+@pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_no_more_is_lost_than_the_file_loses(
-    tmp_path: Path, truth: tuple[Windows, list[torch.Tensor]], kind: str
+    tmp_path: Path, truth: tuple[stories.Windows, list[torch.Tensor]], kind: str
 ) -> None:
-    """What its weights lose in float32, as the gguf package reads them and transformers runs them:
-    ours lose at most a twentieth more, beside what activations in int8 do."""
+    """Its weights in float32, as the gguf package reads them and transformers runs them: beside
+    these ours lose what activations in int8 do, and beside the dense model a twentieth more."""
     windows, expected = truth
     folder = demo(tmp_path / "m")
 
     def kind_of(name: str) -> Kind:
+        if kind in MIXTURES:
+            return llamacpp_mix(name, *MIXTURES[kind])
         is_short = "down_proj" in name and "K" in kind  # 704 columns are no blocks of 256
         return Kind.Q8_0 if is_short else Kind[kind]
 
     file = write_gguf(folder, tmp_path / "m.gguf", kind_of, quantize=rounded)
-    of_file = divergence(expected, probabilities(folder, windows))
+    of_file = stories.probabilities(folder, windows)
     known = recognize(open_checkpoint(file), "float32")
     assert known.decoder is not None
     model = load_decoder(ops.for_cpu(), known.checkpoint, known.decoder, torch.float32)
     found = [paged_logits(model, window).log_softmax(-1)[:-1] for window in windows]
-    ours = divergence(expected, found)
-    assert 0 < ours <= 1.05 * of_file + INT8_ACTIVATIONS
+    most = ACROSS * ACTIVATIONS[kind]
+    assert 0 < stories.divergence(of_file, found) < most
+    lost = stories.divergence(expected, of_file)
+    assert stories.divergence(expected, found) < 1.05 * lost + most
