@@ -64,6 +64,7 @@ def load(file: Path, kernels: Any = reference, dtype: str = "float32") -> Any:
     [
         ("llama", "llama", lambda name: Kind.Q8_0, {"tie_word_embeddings": True}),
         ("llama", "llama", all_formats, {"attention_bias": True, "num_hidden_layers": 4}),
+        ("qwen3", "qwen3", all_formats, {"head_dim": 64, "num_hidden_layers": 4}),
         ("mistral", "llama", mixed, {"head_dim": 128}),
         ("qwen2", "qwen2", mixed, {}),
         ("qwen3", "qwen3", mixed, {"head_dim": 64, "tie_word_embeddings": True}),
