@@ -206,9 +206,13 @@ class LLM:
 
         engine = self._ready()
         default = engine.default_params() if params is None else params
-        chosen = [default] * len(prompts) if isinstance(default, SamplingParams) else list(default)
+        chosen = list(default) if isinstance(default, Sequence) else [default] * len(prompts)
         if len(chosen) != len(prompts):
             raise InvalidRequest(f"{len(chosen)} params for {len(prompts)} prompts", param="params")
+        if not all(isinstance(one, SamplingParams) for one in chosen):
+            raise InvalidRequest(
+                "params must be a SamplingParams, or one for each prompt", param="params"
+            )
 
         async def answer(prompt: Any, params: SamplingParams) -> Output:
             async with self._room.take(params.num_sequences):

@@ -79,6 +79,10 @@ def test_each_prompt_may_have_its_own_params(llm: LLM) -> None:
     assert [len(o.token_ids) for o in outputs] == [3, 9, 1]
     with pytest.raises(InvalidRequest, match="3 params for 2 prompts"):
         llm.generate(["a", "b"], params)
+    wrong = {"max_tokens": 5}  # was an AttributeError of the engine's own
+    for params in (wrong, [wrong, wrong]):
+        with pytest.raises(InvalidRequest, match="params must be a SamplingParams"):
+            llm.generate(["a", "b"], params)  # type: ignore[arg-type]
 
 
 def test_no_prompts_no_outputs(llm: LLM) -> None:
