@@ -235,7 +235,7 @@ class Store:
         does; not where more than `moved_bytes` are in use, which are written anew.
 
         0.75 s for 25 MiB in a file of 504; pages given back one by one (incremental_vacuum) took
-        30 s, and their deletion twice as long (2 busy cores of an EPYC Zen 5, 2026-11-26).
+        30 s, and their deletion twice as long (2 busy cores of an EPYC Zen 4, 2026-11-26).
         """
         if not self._can_shrink:
             return

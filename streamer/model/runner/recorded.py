@@ -32,7 +32,7 @@ ROWS = 8  # between two sizes of decodes, beyond the smallest
 # the weights for as long as it multiplies them by 150 to 300 tokens: padding is free below that,
 # and beyond it costs what it adds, a fifth at most, and beyond 1,024 tokens a ninth.
 # Op by op a layer is eleven launches: 0.13 ms of Python for Triton's seven (one core of an EPYC Zen
-# 5, Triton 3.6.0 and 3.9.0 without a driver, 2026-11-26), some 0.2 with the driver and cuBLAS. That
+# 4, Triton 3.6.0 and 3.9.0 without a driver, 2026-11-26), some 0.2 with the driver and cuBLAS. That
 # is 5.6 ms a step of Qwen3-0.6B, which at half of 989 TFLOP/s computes 2,048 tokens in 3.6 (and
 # 4,096 in 7.3, so that larger steps hide it). The 6.4 ms of an 8B model are hidden behind 58, but
 # the event loop waits for the GIL meanwhile. The eight sizes beyond 1,024 take 0.2 GB more for 8B
