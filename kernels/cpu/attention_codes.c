@@ -76,7 +76,7 @@ static void take_whole_query(const Tile *tile, int64_t row, const bf16 *x, int64
     }
     Query *query = query_of(tile, row, D);
     query->scale = unit * scale;
-    query->excess = 128 * sum_of_ints(sum);
+    query->excess = (int32_t)(128u * (uint32_t)sum_of_ints(sum)); /* NaN's sum has no bound */
 }
 
 /* 16 scales from their addresses; one that is not finite becomes NaN, whatever its codes are. */
@@ -206,7 +206,7 @@ INLINE void score_many(const Tile *tile, int64_t row, int64_t D, int rows) {
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
         for (int j = 0; j < 2; j++)
-            *(vi_any *)(scores + r * TILE + j * VW) = (high[r][j] << 8) + low[r][j];
+            *(vi_any *)(scores + r * TILE + j * VW) = (vi)(((vu)high[r][j] << 8) + (vu)low[r][j]);
 }
 
 KERNEL void score_few_1(const Tile *t, int64_t row, const Keys *k, const Keys *next, int64_t D) {

@@ -88,7 +88,7 @@ INLINE void store_block(Record *to, const void *x, int64_t first, int64_t size, 
 #if VW == 16
     if (inverse != 0.0f && dtype == BF16 && size % 32 == 0) {
         for (int64_t k = 0; k < size; k += 32) {
-            vi both = *(const vi_any *)((const bf16 *)x + first + k);
+            vi both = (vi)_mm512_loadu_si512((const bf16 *)x + first + k);
             vi even = to_nearest((vf)(both << 16) * splat(inverse));
             vi odd = to_nearest((vf)(both & (int32_t)0xffff0000) * splat(inverse));
             sum += even + odd;
