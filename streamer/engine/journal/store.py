@@ -12,7 +12,6 @@ import logging
 import os
 import secrets
 import sqlite3
-import stat
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -20,7 +19,8 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from streamer.engine.journal.aside import BESIDE, bound_aside, set_aside
+from streamer.engine.journal.aside import NEW, bound_aside, set_aside, sync_folder, take_place
+from streamer.engine.journal.folder import FILE, check_own, in_use, take, unusable
 from streamer.engine.journal.records import (
     Accepted,
     Part,
@@ -31,9 +31,8 @@ from streamer.engine.journal.records import (
     pack,
     unpack,
 )
-from streamer.errors import ConfigError, JournalInUse
+from streamer.errors import ConfigError
 
-FILE: Final = "journal.sqlite"
 VERSION: Final = 2
 APPLICATION: Final = 0x5374726D  # "Strm"
 WAL_BYTES: Final = 16 << 20  # what the log keeps of its size when it is written back
@@ -82,8 +81,16 @@ class Store:
         self._gone: dict[str, None] = {}
         self._is_damaged = False
         self._can_shrink = True
-        _make_folder(folder)
-        self._db = self._connect()
+        self._lock = take(folder)
+        try:
+            take_place(folder / FILE)
+            self._db = self._connect()
+        except OSError as e:
+            self._lock.release()
+            raise unusable(folder, e) from e
+        except BaseException:
+            self._lock.release()
+            raise
         bound_aside(folder / FILE)
 
     # ------------------------------------------------------------ opening
@@ -92,12 +99,7 @@ class Store:
         path = self.folder / FILE
         db: sqlite3.Connection | None = None
         try:
-            # Not opened where it exists: closing it would undo this process's lock on it.
-            with contextlib.suppress(FileExistsError):
-                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-            _check_own(self.folder)
-            path.chmod(0o600)
-            db = sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
+            db = self._open(path)
             self._prepare(db)
             return db
         except ConfigError:
@@ -106,23 +108,35 @@ class Store:
         except sqlite3.DatabaseError as e:
             _close(db)
             if _code(e) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-                raise JournalInUse(
-                    f"journal: another server uses {self.folder}; each needs a folder of its own",
-                    param="journal",
-                ) from None
+                raise in_use(self.folder) from None  # one that knows nothing of the folder's lock
             if _code(e) in DISK or not os.access(path, os.W_OK):
                 raise unusable(self.folder, e) from e
             set_aside(path, f"can't be read ({e})")
             return self._connect()
-        except OSError as e:
-            raise unusable(self.folder, e) from e
+
+    def _open(self, path: Path) -> sqlite3.Connection:
+        # Not opened where it exists: closing it would undo this process's lock on it.
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+        check_own(self.folder)
+        path.chmod(0o600)
+        self._is_full = None
+        return sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
 
     def _prepare(self, db: sqlite3.Connection) -> None:
-        """Lock the file, and make the tables of a new one."""
+        """Lock the file, make the tables of a new one, and let it have a log."""
+        self._make_tables(db)
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
+        db.execute("PRAGMA secure_delete = ON")  # what was deleted is overwritten
+        found = db.execute("SELECT hex(value) FROM about WHERE name = 'epoch'").fetchone()
+        self.epoch = found[0].lower() if found else secrets.token_hex(8)
+
+    def _make_tables(self, db: sqlite3.Connection) -> None:
         db.execute("PRAGMA trusted_schema = OFF")
         db.execute("PRAGMA cell_size_check = ON")
         db.execute("PRAGMA locking_mode = EXCLUSIVE")
-        db.execute("BEGIN EXCLUSIVE")  # fails where another server has it
+        db.execute("BEGIN EXCLUSIVE")  # fails where another program has it
         (application,) = db.execute("PRAGMA application_id").fetchone()
         (version,) = db.execute("PRAGMA user_version").fetchone()
         tables = {sql for (sql,) in db.execute("SELECT sql FROM sqlite_schema") if sql}
@@ -142,15 +156,11 @@ class Store:
             epoch = bytes.fromhex(self.epoch) if self.epoch else secrets.token_bytes(8)
             db.execute("INSERT INTO about VALUES ('epoch', ?)", (epoch,))
         db.execute("COMMIT")
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
-        db.execute("PRAGMA secure_delete = ON")  # what was deleted is overwritten
-        found = db.execute("SELECT hex(value) FROM about WHERE name = 'epoch'").fetchone()
-        self.epoch = found[0].lower() if found else secrets.token_hex(8)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Let go of the file, and then of the folder."""
         _close(self._db)
+        self._lock.release()
 
     # ------------------------------------------------------------ reading
 
@@ -218,15 +228,27 @@ class Store:
         self.shrink()
 
     def _renew(self, saved: list[Saved]) -> None:
-        """Set the damaged file aside; what was read of it begins the new one."""
-        self.close()
-        set_aside(self.folder / FILE, f"is damaged, {len(saved)} responses of it could be read")
-        self._db = self._connect()
+        """Begin a new file with what was read of the damaged one, and set that aside.
+
+        The new one is on disk whole before the damaged one gives it its place: a process that dies
+        between leaves either (take_place).
+        """
+        path, new = self.folder / FILE, self.folder / (FILE + NEW)
+        _close(self._db)
+        self._db = self._open(new)
+        # In no other file: it is whole or deleted.
+        self._db.execute("PRAGMA journal_mode = OFF")
+        self._make_tables(self._db)
         self.begin(is_durable=True)
         for each in saved:
             self.add_request(each.accepted)
             self.add_part(each.request_id, each.tail.part())
         self.commit()
+        self._db.close()
+        sync_folder(self.folder)
+        set_aside(path, f"is damaged, {len(saved)} responses of it could be read")
+        take_place(path)
+        self._db = self._connect()
 
     # ------------------------------------------------------------ writing
 
@@ -327,47 +349,6 @@ class Store:
 
 def _in_pieces(rows: list[_T]) -> Iterator[list[_T]]:
     return (rows[i : i + MAX_ROWS] for i in range(0, len(rows), MAX_ROWS))
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        if not folder.is_dir():
-            folder.mkdir(mode=0o700, parents=True)
-    except OSError as e:
-        raise unusable(folder, e) from e
-
-
-def _check_own(folder: Path) -> None:
-    """Raise ConfigError unless the folder and its files are such as other users can't have made.
-
-    A link to the folder is followed; one in the place of a file is not.
-    """
-    about = folder.stat()
-    if about.st_uid not in (0, os.geteuid()):
-        raise _foreign(folder, f"belongs to user {about.st_uid}, not to {os.geteuid()}")
-    if about.st_mode & stat.S_IWOTH:
-        raise _foreign(folder, "is a folder that every user may write to")
-    for suffix in ("", *BESIDE):
-        path = folder / (FILE + suffix)
-        with contextlib.suppress(FileNotFoundError):
-            about = path.lstat()
-            if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:
-                raise _foreign(path, "is a link or no plain file")
-            if about.st_uid != os.geteuid():
-                raise _foreign(path, f"belongs to user {about.st_uid}, not to {os.geteuid()}")
-            # Kubernetes lets a volume's group (fsGroup) write to every file when it mounts it.
-            if about.st_mode & stat.S_IWOTH:
-                raise _foreign(path, "may be written by other users")
-
-
-def _foreign(path: Path, why: str) -> ConfigError:
-    return ConfigError(f"journal: {path} {why}: it is not read", param="journal")
-
-
-def unusable(folder: Path, error: Exception) -> ConfigError:
-    """The error for a folder that the journal can't be in."""
-    why = error.strerror if isinstance(error, OSError) else str(error)
-    return ConfigError(f"journal: {folder} can't be used: {why}", param="journal")
 
 
 def _code(error: sqlite3.Error) -> int:

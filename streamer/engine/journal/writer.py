@@ -23,8 +23,9 @@ from typing import Final, Protocol
 from msgspec.structs import replace
 
 from streamer.core.plan import Finish, FinishReason, NoticeKind, StepOutput
+from streamer.engine.journal.folder import unusable
 from streamer.engine.journal.records import Accepted, Ended, Saved, Step, Tail
-from streamer.engine.journal.store import MOVED_BYTES, Store, unusable
+from streamer.engine.journal.store import MOVED_BYTES, Store
 from streamer.engine.requests import GenerateRequest
 from streamer.engine.stream import TokenStream
 
@@ -104,6 +105,9 @@ class Journal:
             except (sqlite3.Error, OSError) as e:  # what was read can't be written back
                 store.close()
                 raise unusable(folder, e) from e
+            except BaseException:
+                store.close()
+                raise
 
         store, saved = await asyncio.to_thread(read)
         return cls(store, saved, contexts)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
+import sqlite3
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from streamer.engine.journal.aside import BESIDE, MAX_ASIDE
-from streamer.engine.journal.store import FILE, Store
-from tests.engine.journal.test_store import fill, read_journal
+from streamer.engine.journal import store as store_module
+from streamer.engine.journal.aside import BESIDE, MAX_ASIDE, NEW
+from streamer.engine.journal.folder import FILE, LOCK
+from streamer.engine.journal.store import Store
+from tests.engine.journal.test_store import damage_step, fill, read_journal
 
 OTHERS = (f"{FILE}.backup", f"{FILE}.20200101-000000-zzzz", "notes.20200101-000000-0a0a")
 
@@ -94,3 +101,70 @@ def test_a_start_goes_on_though_they_can_not_be_deleted(
         assert len(read_journal(tmp_path)) == 2
     assert aside(tmp_path) == names
     assert "are left as they are: [Errno 1] Operation not permitted" in caplog.text
+
+
+def test_a_kill_while_a_damaged_file_is_set_aside_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder as a kill before and after each step leaves it: the next start has what could be
+    read. After the first step there was nothing in its place."""
+    journal = tmp_path / "journal"
+    fill(journal)
+    damage_step(journal)
+    steps: list[str] = []
+
+    def copy(step: str) -> None:
+        shutil.copytree(journal, tmp_path / f"{len(steps)}")
+        steps.append(step)
+
+    def watch(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            copy(f"before {name}")
+            result = step(*args, **kwargs)
+            copy(f"after {name}")
+            return result
+
+        return seen
+
+    watched = [(Path, "rename"), (os, "fsync"), (Store, "commit"), (Store, "_make_tables")]
+    with monkeypatch.context() as patch:
+        for of, name in (*watched, (store_module, "_close")):
+            patch.setattr(of, name, watch(name, getattr(of, name)))
+        assert len(read_journal(journal)) == 2
+    states = set()
+    for i, step in enumerate(steps):
+        folder = tmp_path / f"{i}"
+        names = {file.name for file in folder.iterdir()}
+        states.add((FILE in names, FILE + NEW in names))
+        assert [len(read_journal(folder)) for _ in range(2)] == [2, 2], (i, step)
+        left = {file.name for file in folder.iterdir() if ".2" not in file.name}
+        assert left == {FILE, LOCK}
+        assert len(aside(folder)) == 1
+    assert states == {(True, False), (True, True), (False, True)}
+
+
+def test_the_log_of_a_file_that_was_set_aside_is_not_read_into_the_next_one(
+    tmp_path: Path,
+) -> None:
+    """Of a process that died between the two: SQLite takes any log with the right name."""
+    fill(tmp_path, is_killed=True)
+    stale = (tmp_path / f"{FILE}-wal").read_bytes()
+    assert len(read_journal(tmp_path)) == 2
+    (tmp_path / FILE).rename(tmp_path / (FILE + NEW))
+    db = sqlite3.connect(tmp_path / (FILE + NEW))
+    db.execute("DELETE FROM requests WHERE id = 'a'")
+    db.commit()
+    db.close()
+    (tmp_path / f"{FILE}-wal").write_bytes(stale)
+    assert [saved.request_id for saved in read_journal(tmp_path)] == ["b"]
+    (log,) = [file for file in tmp_path.iterdir() if file.name.startswith(f"{FILE}.2")]
+    assert log.read_bytes() == stale
+
+
+def test_a_new_file_is_deleted_where_the_old_one_still_is(tmp_path: Path) -> None:
+    """Its process died while it was written."""
+    fill(tmp_path)
+    (tmp_path / (FILE + NEW)).write_bytes(b"a part of")
+    (tmp_path / (FILE + NEW)).chmod(0o600)
+    assert len(read_journal(tmp_path)) == 2
+    assert {file.name for file in tmp_path.iterdir()} == {FILE, LOCK}

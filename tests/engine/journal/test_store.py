@@ -20,8 +20,9 @@ import pytest
 from streamer.core.plan import Finish, FinishReason, TokenLogprob
 from streamer.core.sampling import SamplingParams
 from streamer.engine.journal import store as module
+from streamer.engine.journal.folder import FILE, LOCK
 from streamer.engine.journal.records import Accepted, Saved, Step, Tail
-from streamer.engine.journal.store import FILE, VERSION, Store
+from streamer.engine.journal.store import VERSION, Store
 from streamer.engine.requests import GenerateRequest
 from streamer.errors import ConfigError
 
@@ -71,6 +72,14 @@ def fill(folder: Path, num_steps: int = 6, *, is_killed: bool = False) -> None:
         file.write_bytes(data)
 
 
+def damage_step(folder: Path) -> None:
+    """Damage the last step of what `fill` wrote."""
+    db = sqlite3.connect(folder / FILE)
+    db.execute("UPDATE steps SET data = x'00' WHERE number = (SELECT max(number) FROM steps)")
+    db.commit()
+    db.close()
+
+
 def test_what_was_written_is_read_back_also_a_second_time(tmp_path: Path) -> None:
     fill(tmp_path)
     for _ in range(2):  # the first read moved the steps into parts
@@ -103,7 +112,7 @@ def test_only_the_owner_may_read_the_files(tmp_path: Path) -> None:
     store.commit()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()}
-    assert set(modes) == {FILE, FILE + "-wal"}
+    assert set(modes) == {FILE, FILE + "-wal", LOCK}
     assert set(modes.values()) == {0o600}
     store.close()
 
@@ -162,7 +171,7 @@ def test_a_read_only_disk_is_refused_by_name_and_nothing_set_aside(
         patch.setattr(sqlite3, "connect", refusing)
         with pytest.raises(ConfigError, match="can't be used: attempt to write a readonly"):
             Store(tmp_path / "new")
-    assert [file.name for file in (tmp_path / "new").iterdir()] == [FILE]
+    assert {file.name for file in (tmp_path / "new").iterdir()} == {FILE, LOCK}
     with monkeypatch.context() as patch:
         patch.setattr(Path, "chmod", read_only)
         patch.setattr(Path, "mkdir", read_only)
@@ -179,16 +188,16 @@ def test_another_programs_file_is_left_alone(tmp_path: Path) -> None:
     db.close()
     with pytest.raises(ConfigError, match="another program's"):
         Store(tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == [FILE]
+    assert {file.name for file in tmp_path.iterdir()} == {FILE, LOCK}
 
 
-@pytest.mark.parametrize("suffix", ["", "-wal"])
+@pytest.mark.parametrize("name", [FILE, f"{FILE}-wal", f"{FILE}-new", LOCK])
 @pytest.mark.parametrize("what", ["link", "hard link", "fifo", "writable", "another's"])
 def test_a_file_that_another_user_may_have_made_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, what: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, what: str
 ) -> None:
     fill(tmp_path / "mine")
-    folder, planted = tmp_path / "journal", tmp_path / "journal" / (FILE + suffix)
+    folder, planted = tmp_path / "journal", tmp_path / "journal" / name
     folder.mkdir()
     elsewhere = tmp_path / "mine" / FILE
     before = elsewhere.read_bytes()
@@ -203,7 +212,7 @@ def test_a_file_that_another_user_may_have_made_is_not_read(
         planted.chmod(0o602 if what == "writable" else 0o600)
     if what == "another's":
         _own_as(monkeypatch, planted, os.geteuid() + 1)
-    with pytest.raises(ConfigError, match=rf"{FILE}{suffix} .*: it is not read"):
+    with pytest.raises(ConfigError, match=rf"{name} .*: it is not read"):
         Store(folder)
     assert planted.is_symlink() == (what == "link")
     assert elsewhere.read_bytes() == before
@@ -276,7 +285,7 @@ def test_another_versions_file_is_set_aside_with_a_word(
     assert read_journal(tmp_path) == []
     (message,) = [r.getMessage() for r in caplog.records]
     assert f"it is of version 99, this is {VERSION}" in message
-    (kept,) = [file for file in tmp_path.iterdir() if file.name not in (FILE, FILE + "-wal")]
+    (kept,) = [file for file in tmp_path.iterdir() if file.name not in (FILE, LOCK)]
     assert str(kept) in message
 
 
@@ -324,7 +333,7 @@ def test_a_start_gives_back_what_is_free_of_a_file_that_was_large(
     assert again.epoch == epoch
     assert _contents(again.read()) == kept
     again.close()
-    assert {file.name for file in tmp_path.iterdir()} == {FILE}
+    assert {file.name for file in tmp_path.iterdir()} == {FILE, LOCK}
 
 
 @pytest.mark.parametrize(
