@@ -6,11 +6,14 @@ import contextlib
 import errno
 import os
 import random
+import resource
 import shutil
 import sqlite3
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,8 @@ from streamer.core.sampling import SamplingParams
 from streamer.engine.journal import store as module
 from streamer.engine.journal.folder import FILE, LOCK
 from streamer.engine.journal.records import Accepted, Saved, Step, Tail
-from streamer.engine.journal.store import VERSION, Store
+from streamer.engine.journal.store import MOVED_BYTES, SPARE_BYTES, VERSION, Store
+from streamer.engine.journal.writer import WAIT_S, Journal
 from streamer.engine.requests import GenerateRequest
 from streamer.errors import ConfigError
 
@@ -341,38 +345,104 @@ def test_a_start_gives_back_what_is_free_of_a_file_that_was_large(
     [(0, MIB, True), (16, 2 * MIB, True), (16, MIB // 2, False), (40, 9 * MIB, False)],
     ids=["all free", "most free", "too much to move", "half in use"],
 )
+@pytest.mark.parametrize("when", ["at a start", "idle"])
 def test_a_server_gives_back_what_costs_little(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str,
     num_kept: int, moved_bytes: int, is_smaller: bool,
 ) -> None:  # fmt: skip
     before = swell(tmp_path, num_kept)
     store = Store(tmp_path)
     monkeypatch.setattr(module, "SPARE_BYTES", MIB)
-    store.shrink(moved_bytes)
+    if when == "idle":
+        store.shrink(moved_bytes)
+    else:
+        monkeypatch.setattr(module, "START_MOVED_BYTES", moved_bytes)
+        store.read()
     assert ((tmp_path / FILE).stat().st_size < before / 2) == is_smaller
     store.close()
     assert len(read_journal(tmp_path)) == 2 + num_kept
 
 
+def test_what_an_idle_server_writes_to_give_back_is_written_before_a_request_gives_up(
+    tmp_path: Path,
+) -> None:
+    """On a disk of 1 MB/s: a request that came meanwhile ended the journal for good."""
+    store = Store(tmp_path)
+    for begin, end in ((0, MOVED_BYTES - (MOVED_BYTES >> 4)), (1, SPARE_BYTES + MOVED_BYTES)):
+        rows = [(str(begin), i, os.urandom(1 << 16)) for i in range(end >> 16)]
+        store._db.executemany("INSERT INTO parts VALUES (?, ?, ?)", rows)
+    store._db.execute("DELETE FROM parts WHERE id = '1'")
+    store._write_back()
+    before = num_bytes_written()
+    store.shrink(MOVED_BYTES)
+    written = num_bytes_written() - before
+    store.close()
+    assert (tmp_path / FILE).stat().st_size < written <= WAIT_S * 1e6
+
+
+def num_bytes_written() -> int:
+    """By this process, as the kernel counts them."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        pytest.skip("no such count here")
+    return int(next(line.split()[1] for line in lines if line.startswith("wchar:")))
+
+
+@contextlib.contextmanager
+def file_limit(num_bytes: int) -> Iterator[None]:
+    """No file of this process grows further, as on a disk without room."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def test_a_file_that_can_not_be_written_anew_is_used_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """For lack of room, say; it is said once."""
-    before = swell(tmp_path)
+    """It is said once; and what was written of the new one takes no room."""
+    before = swell(tmp_path, 16)
     store = Store(tmp_path)
     monkeypatch.setattr(module, "SPARE_BYTES", MIB)
-    store._db.execute("PRAGMA query_only = ON")
-    for _ in range(2):
-        store.shrink()
-    store._db.execute("PRAGMA query_only = OFF")
+    with file_limit(MIB // 2):
+        for _ in range(2):
+            store.shrink(MIB)
     assert (tmp_path / FILE).stat().st_size == before
+    assert (tmp_path / f"{FILE}-wal").stat().st_size == 0
     (message,) = [r.getMessage() for r in caplog.records]
-    assert message.endswith("keeps its size: attempt to write a readonly database")
+    assert message.endswith(("keeps its size: disk I/O error", "database or disk is full"))
     store.begin(is_durable=True)
     store.add_request(accepted("c"))
     store.commit()
     store.close()
-    assert len(read_journal(tmp_path)) == 3
+    assert len(read_journal(tmp_path)) == 19
+
+
+class NoMemory(sqlite3.Connection):
+    """SQLite where there is no memory for a VACUUM."""
+
+    def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
+        if sql == "VACUUM":
+            raise MemoryError
+        return super().execute(sql, *values)
+
+
+async def test_a_journal_that_there_is_no_memory_to_write_anew_is_used_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The start failed, and in a server that ran the journal."""
+    swell(tmp_path)
+    monkeypatch.setattr(module, "SPARE_BYTES", MIB)
+    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=NoMemory))
+    journal = await Journal.open(tmp_path, None)
+    await journal.recorded()
+    assert journal.failure is None
+    await journal.close()
+    assert "keeps its size: out of memory" in caplog.text
+    assert len(read_journal(tmp_path)) == 2
 
 
 def test_altered_bytes_lose_records_but_alter_none(tmp_path: Path) -> None:
