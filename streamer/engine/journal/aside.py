@@ -93,6 +93,7 @@ def _found(path: Path) -> dict[Path, list[Path]]:
     found: dict[Path, list[Path]] = {}
     for file in path.parent.glob(f"{path.name}.*"):
         match, about = _AT.fullmatch(file.name.removeprefix(path.name)), file.lstat()
-        if match and stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid():
+        is_own = about.st_uid == os.geteuid() and about.st_nlink == 1
+        if match and stat.S_ISREG(about.st_mode) and is_own:
             found.setdefault(Path(f"{path}{match[1]}"), []).append(file)
     return found

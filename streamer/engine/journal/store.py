@@ -42,6 +42,7 @@ SPARE_BYTES: Final = 16 << 20
 # twice, and a request that comes then has WAIT_S, which a disk of 1 MB/s must keep.
 MOVED_BYTES: Final = 4 << 20
 START_MOVED_BYTES: Final = 128 << 20  # at a start: 0.9 s, and as much memory
+MAX_NUMBER: Final = 1 << 53  # of anything counted; a larger one is damage
 MAX_ROWS: Final = 64  # of a statement; each number of them is compiled once
 SCHEMA: Final = (  # a file with anything else in it, such as a trigger, is none of ours
     "CREATE TABLE about (name TEXT PRIMARY KEY, value BLOB)",
@@ -70,6 +71,7 @@ class Store:
     """An open journal; no other process has it open.
 
     epoch  a name that the journal has from its first start on
+    has_deleted  what was deleted may be in SQLite's log yet, until erased
     """
 
     def __init__(self, folder: Path) -> None:
@@ -82,6 +84,7 @@ class Store:
         self._gone: dict[str, None] = {}
         self._is_damaged = False
         self._can_shrink = True
+        self.has_deleted = False
         self._lock = take(folder)
         try:
             take_place(folder / FILE)
@@ -177,16 +180,17 @@ class Store:
                 self._is_damaged = True
                 continue
             tail = Tail(accepted.request.params.n)
-            found[name] = Saved(accepted, tail, int(tries or 0), int(tokens or 0))
-        for name, number, data in self._rows("SELECT * FROM parts ORDER BY rowid"):
-            part, saved = unpack(data, _PART, f"{name} {number}"), found.get(name)
-            self._number = max(self._number, int(number))
+            found[name] = Saved(accepted, tail, self._count(tries) or 0, self._count(tokens) or 0)
+        for name, value, data in self._rows("SELECT * FROM parts ORDER BY rowid"):
+            part, saved = unpack(data, _PART, f"{name} {value}"), found.get(name)
+            number = self._count(value)
             self._is_damaged |= part is None
             if saved is not None and not saved.tail.is_broken:
-                if part is None or len(part.starts) != len(saved.tail.starts):
+                if part is None or number is None or len(part.starts) != len(saved.tail.starts):
                     saved.tail.is_broken = True
                 else:
-                    saved.tail.add_part(part, int(number))
+                    saved.tail.add_part(part, number)
+            self._number = max(self._number, number or 0)
         self._read_steps({name: saved.tail for name, saved in found.items()})
         if self._is_damaged or not self._is_sound():
             self._renew(list(found.values()))
@@ -195,13 +199,20 @@ class Store:
         return sorted(found.values(), key=lambda saved: saved.accepted.created)
 
     def _read_steps(self, tails: dict[str, Tail]) -> None:
-        for number, data in self._rows("SELECT * FROM steps ORDER BY number"):
-            step = unpack(data, _STEP, str(number))
-            self._number = max(self._number, int(number))
-            if step is None:
+        for value, data in self._rows("SELECT * FROM steps ORDER BY number"):
+            step, number = unpack(data, _STEP, str(value)), self._count(value)
+            if step is None or number is None:
                 self._is_damaged = True  # later steps have gaps where this one is missing
             else:
-                add_step(tails, step, int(number))
+                add_step(tails, step, number)
+            self._number = max(self._number, number or 0)
+
+    def _count(self, value: object) -> int | None:
+        """A number of a row, which no checksum is of; None: it is damaged."""
+        if isinstance(value, int) and 0 <= value < MAX_NUMBER:
+            return value
+        self._is_damaged = True
+        return None
 
     def _rows(self, query: str) -> Iterator[tuple[Any, ...]]:
         """The rows of a query, up to the first that can't be read."""
@@ -226,6 +237,7 @@ class Store:
                 self.add_part(each.request_id, each.tail.part())
         self.drop_steps()
         self.commit()
+        self._write_back()
         self.shrink(START_MOVED_BYTES)
 
     def _renew(self, saved: list[Saved]) -> None:
@@ -287,6 +299,12 @@ class Store:
         """Move what is in the log to the file, and empty it."""
         self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
+    def erase(self) -> None:
+        """Leave nothing of what was deleted in SQLite's log either."""
+        if self.has_deleted:
+            self._write_back()
+            self.has_deleted = False
+
     def undo(self) -> None:
         """End a transaction that failed, without what was written in it."""
         if self._db.in_transaction:
@@ -347,6 +365,7 @@ class Store:
         self._new = [row for row in self._new if row[0] != name]
         self._new_parts = [row for row in self._new_parts if row[0] != name]
         self._gone[name] = None
+        self.has_deleted = True
 
     def tried(self, name: str, tries: int, tokens: int) -> None:
         """A request is restored for the `tries`th time since it had fewer than `tokens`."""

@@ -39,6 +39,9 @@ GATHER_S: Final = 0.05
 MAX_BATCH: Final = 1000  # of what happened, in one transaction
 MAX_BEHIND: Final = 20_000  # what the disk has not taken yet: minutes of steps
 WAIT_S: Final = 10.0  # for the disk, before a request is accepted without it
+ERASE_S: Final = (
+    10.0  # for which at most deleted text and tokens are in the files, while others run
+)
 RETRY_S: Final = 10.0  # between attempts to delete, after the disk has failed
 # Ends that a restart would not come to again.
 NOT_DRAWN: Final = (FinishReason.CANCELLED, FinishReason.FAILED)
@@ -84,6 +87,7 @@ class Journal:
         self._live: dict[str, Tail] = {}
         self._forgotten: set[str] = set()  # whose tokens are in steps, perhaps
         self._num_steps = 0
+        self._erase_at = 0.0  # by the monotonic clock, the earliest
         self._touched: dict[str, Tail] = {}  # that have more than is in steps
         self._drawn = _nothing()
         # Of the latest steps, which named the same requests: these, and a row of tokens each.
@@ -222,6 +226,8 @@ class Journal:
             while None not in items:
                 items = self._gather()
                 self._write(items)
+                if self._store.has_deleted and time.monotonic() >= self._erase_at:
+                    self._erase()
         except Exception as e:
             is_disk = isinstance(e, sqlite3.Error | OSError)
             if not is_disk:
@@ -248,18 +254,37 @@ class Journal:
                     for request_id in gone:
                         self._store.delete(request_id)
                     self._store.commit()
+                    self._store.erase()
                     gone.clear()
 
     def _gather(self) -> list[_Item]:
         """What has come; sleeps until something has, and gives room back first if nothing runs."""
         if not self._live and self._queue.empty():
+            self._store.erase()
             self._store.shrink(MOVED_BYTES)
-        items = [self._queue.get()]
+        items = [self._first()]
         self._is_urgent.wait(GATHER_S)
         self._is_urgent.clear()
         while len(items) < MAX_BATCH and not self._queue.empty():  # no other thread takes
             items.append(self._queue.get())
         return items
+
+    def _first(self) -> _Item:
+        """What comes next; what was deleted is erased while nothing does."""
+        while self._store.has_deleted:
+            with contextlib.suppress(Empty):
+                return self._queue.get(timeout=max(0.0, self._erase_at - time.monotonic()))
+            self._erase()
+        return self._queue.get()
+
+    def _erase(self) -> None:
+        """Leave nothing of what was deleted in the files: its tokens in steps, and SQLite's log."""
+        if self._forgotten and self._num_steps:
+            self._store.begin(is_durable=False)
+            self._move()
+            self._store.commit()
+        self._store.erase()
+        self._erase_at = time.monotonic() + ERASE_S
 
     def _write(self, items: list[_Item]) -> None:
         """Write all of it in one transaction."""

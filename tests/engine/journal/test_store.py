@@ -39,8 +39,10 @@ def read_journal(folder: Path) -> list[Saved]:
         store.close()
 
 
-def accepted(name: str, n: int = 1) -> Accepted:
-    params = SamplingParams(max_tokens=50, seed=7, n=n, temperature=1.0, logit_bias={3: 1.5})
+def accepted(name: str, n: int = 1, stop: tuple[str, ...] = ()) -> Accepted:
+    params = SamplingParams(
+        max_tokens=50, seed=7, n=n, temperature=1.0, logit_bias={3: 1.5}, stop=stop
+    )
     return Accepted(GenerateRequest(prompt=(1, 2, 3), params=params, request_id=name), b"ctx", 17.5)
 
 
