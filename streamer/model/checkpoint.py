@@ -12,7 +12,7 @@ import math
 import struct
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
@@ -23,6 +23,8 @@ from streamer.model.gguf.header import is_gguf
 # All headers of a checkpoint together: 91,000 tensors take 13 MB, each byte some 40 of memory.
 MAX_HEADER_BYTES = 32 << 20
 MAX_JSON_BYTES = 32 << 20  # the index of those 91,000 tensors has 9 MB
+MAX_DIMS = 8  # of a tensor; convolutions of video have 5
+MAX_SIZE = 1 << 48  # what a dimension and an offset are below
 FLOATS = ("F32", "BF16", "F16")  # of dense tensors
 # Bits of a number, by safetensors' names.
 BITS = {
@@ -76,7 +78,7 @@ class _HeaderEntry(msgspec.Struct):
     """A tensor's entry in a header; __metadata__ has other fields and decodes to the defaults."""
 
     dtype: str = ""
-    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
+    shape: tuple[int, ...] = ()
     data_offsets: tuple[int, int] = (0, 0)
 
 
@@ -286,16 +288,11 @@ def _read_header(file: Path, room: int) -> tuple[dict[str, TensorEntry], int]:
         raw = f.read(length)
     try:
         header = msgspec.json.decode(raw, type=dict[str, _HeaderEntry])
-        header.pop("__metadata__", None)
-        if untyped := sorted(name for name, e in header.items() if not e.dtype):
-            raise ValueError(f"no dtype: {_some(untyped)}")
     except (ValueError, RecursionError) as e:
         raise ModelNotSupported(f"{file} has a broken header: {e!r}", param="model") from e
     begin = 8 + length
-    entries = {
-        n: TensorEntry(n, e.dtype, e.shape, file.name, *(begin + at for at in e.data_offsets))
-        for n, e in header.items()
-    }
+    header.pop("__metadata__", None)
+    entries = {name: _entry(file, begin, name, given) for name, given in header.items()}
     end = max((e.end for e in entries.values()), default=begin)
     if end != size:
         raise ModelNotSupported(
@@ -304,16 +301,33 @@ def _read_header(file: Path, room: int) -> tuple[dict[str, TensorEntry], int]:
         )
     at = begin
     for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.end)):
-        num_bytes = entry.num_elements * BITS.get(entry.dtype, 8) // 8
-        is_sized = entry.dtype not in BITS or entry.end - entry.start == num_bytes
-        if entry.start != at or entry.end < at or not is_sized:
+        num_bytes = entry.num_elements * BITS[entry.dtype] // 8
+        if entry.start != at or entry.end - at != num_bytes:
             raise ModelNotSupported(
-                f"{file} has a broken header: {entry.name}, {entry.dtype} {list(entry.shape)[:8]}, "
+                f"{file} has a broken header: {entry.name}, {entry.dtype} {list(entry.shape)}, "
                 f"is in bytes {entry.start} to {entry.end}, not in {num_bytes} from {at} on",
                 param="model",
             )
         at = entry.end
     return entries, length
+
+
+def _entry(file: Path, begin: int, name: str, given: _HeaderEntry) -> TensorEntry:
+    """A tensor of a file whose tensors begin at `begin`, or ModelNotSupported with the field that
+    is out of bounds: only what is within them may be multiplied and written in a message."""
+    why = ""
+    if given.dtype not in BITS:
+        why = f"dtype {given.dtype[:100]!r} is none of {', '.join(BITS)}"
+    elif len(given.shape) > MAX_DIMS:
+        why = f"shape has {len(given.shape)} dimensions, at most {MAX_DIMS} can be"
+    elif not all(0 <= size < MAX_SIZE for size in given.shape):
+        why = "shape has a dimension that is not from 0 to 2**48 - 1"
+    elif not all(0 <= at < MAX_SIZE for at in given.data_offsets):
+        why = "data_offsets are not from 0 to 2**48 - 1"
+    if why:
+        raise ModelNotSupported(f"{file} has a broken header: {name[:100]}: {why}", param="model")
+    start, end = given.data_offsets
+    return TensorEntry(name, given.dtype, given.shape, file.name, begin + start, begin + end)
 
 
 def _some(names: list[str], limit: int = 8) -> str:
