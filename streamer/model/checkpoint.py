@@ -197,11 +197,21 @@ def _read_json(file: Path) -> dict[str, Any]:
         if file.stat().st_size > MAX_JSON_BYTES:
             raise ValueError(f"it has {file.stat().st_size} bytes, at most {MAX_JSON_BYTES} are")
         value = json.loads(file.read_bytes())
+        _refuse_half_characters(value)
     except (OSError, ValueError, RecursionError) as e:
         raise ModelNotSupported(f"{file} can't be read as JSON: {e}", param="model") from e
     if not isinstance(value, dict):
         raise ModelNotSupported(f"{file} holds no JSON object", param="model")
     return value
+
+
+def _refuse_half_characters(value: Any) -> None:
+    """ValueError for a string with half of a pair of UTF-16, which JSON may have and no output."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as e:
+        near = ascii(e.object[max(0, e.start - 40) : e.start + 1])
+        raise ValueError(f"the last of {near} is half of a character") from e
 
 
 def _weight_files(path: Path) -> dict[str, set[str] | None]:

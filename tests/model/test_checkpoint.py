@@ -93,6 +93,16 @@ def write_header(file: Path, header: bytes, length: int | None = None) -> None:
     file.write_bytes(struct.pack("<Q", len(header) if length is None else length) + header)
 
 
+def half(name: str, **change: object) -> Callable[[Path], object]:
+    """Fields whose strings have half of a pair of UTF-16, as JSON may escape it."""
+
+    def damage(folder: Path) -> None:
+        fields = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**fields, **change}))
+
+    return damage
+
+
 def link_to(target: str) -> Callable[[Path], object]:
     """The first shard as a link; "": to itself."""
 
@@ -115,6 +125,7 @@ def special(name: str) -> Callable[[Path], object]:
     return damage
 
 
+HALF = r"can't be read as JSON: the last of '.*\\ud[8f][0f][0f]' is half of a character"
 BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
     ("gone", lambda f: shutil.rmtree(f), "does not exist"),
     (
@@ -145,6 +156,18 @@ BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
         "a header of 34603008 bytes; all of a checkpoint may have 33554432",
     ),
     ("header of lists", lambda f: write_header(shards(f)[0], b"[[],[]]"), "broken header"),
+    ("half a character", half("config.json", architectures=["\ud800"]), HALF),
+    (
+        "half a character in a file's name",
+        half("model.safetensors.index.json", weight_map={"a": "\ud800"}),
+        HALF,
+    ),
+    (
+        "half a character in a tensor's name",
+        half("model.safetensors.index.json", weight_map={"a\udfff": "m.safetensors"}),
+        HALF,
+    ),
+    ("half a character in a default", half("generation_config.json", top_k="\ud800"), HALF),
     ("deep config", lambda f: (f / "config.json").write_text("[" * 99999), "can't be read as JSON"),
     ("no json", lambda f: write_header(shards(f)[0], b"xxxx"), "broken header"),
     ("bytes of another shape", lambda f: edit_header(f, shape=[16, 3]), "not in 96 from"),
