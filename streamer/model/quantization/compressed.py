@@ -7,11 +7,20 @@ is a module's name, `re:` and a pattern for the beginning of its name, or its cl
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from streamer.model.quantization.float4 import Mxfp4, Nvfp4
 from streamer.model.quantization.interface import DENSE, Scheme
-from streamer.model.quantization.reading import Pattern, block, fields, group_size, names, refused
+from streamer.model.quantization.reading import (
+    MAX_PATTERNS,
+    Pattern,
+    Patterns,
+    block,
+    fields,
+    group_size,
+    names,
+    refused,
+)
 from streamer.model.quantization.scaled import Grid, Numbers, Packed
 
 FORMATS = (
@@ -24,19 +33,6 @@ FORMATS = (
     "mxfp8-quantized",
     "dense",
 )
-
-
-class Target(NamedTuple):
-    """What a string of targets or ignore stands for: exactly one of the three, then its scheme."""
-
-    rank: int  # a name comes before a pattern, a pattern before a class
-    text: str
-    pattern: Pattern | None
-
-    def matches(self, module: str) -> bool:
-        if self.pattern is not None:
-            return self.pattern.matches(module)
-        return self.text in (module, class_of(module))
 
 
 def class_of(module: str) -> str:
@@ -52,21 +48,31 @@ def parse_compressed(given: dict[str, Any]) -> Callable[[str], Scheme]:
     groups = given.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise refused("config_groups", groups, "an object with a group")
+    if len(groups) > MAX_PATTERNS:
+        raise refused("config_groups", f"{len(groups)} groups", f"at most {MAX_PATTERNS}")
     whole = fields(given).text("format", "")
-    targets: list[tuple[Target, Scheme]] = []
+    patterns = Patterns()
+    named: dict[str, Scheme] = {}  # by a module's name or its class
+    matched: list[tuple[Pattern, Scheme]] = []
     for name, group in groups.items():
         if not isinstance(group, dict):
             raise refused(f"config_groups.{name}", group, "an object")
         scheme = _scheme(group, f"config_groups.{name}", whole)
         texts = names(group.get("targets"), f"config_groups.{name}.targets")
-        targets += [(_target(text, "targets"), scheme) for text in texts]
-    targets.sort(key=lambda target: target[0].rank)
-    ignored = [_target(text, "ignore") for text in names(given.get("ignore"), "ignore")]
+        found, exact = _parted(texts, "targets", patterns)
+        matched += [(pattern, scheme) for pattern in found]
+        for text in exact:
+            named.setdefault(text, scheme)
+    ignored, ignored_names = _parted(names(given.get("ignore"), "ignore"), "ignore", patterns)
 
     def rule(module: str) -> Scheme:
-        if any(target.matches(module) for target in ignored):
+        kind = class_of(module)
+        if not ignored_names.isdisjoint((module, kind)) or any(p.matches(module) for p in ignored):
             return DENSE
-        return next((scheme for target, scheme in targets if target.matches(module)), DENSE)
+        if module in named:  # a name comes before a pattern, a pattern before a class
+            return named[module]
+        of_class = named.get(kind, DENSE)
+        return next((scheme for p, scheme in matched if p.matches(module)), of_class)
 
     return rule
 
@@ -79,10 +85,13 @@ def _changes_the_weights(config: Any) -> bool:
     return bool(config.get("format", "dense") != "dense")
 
 
-def _target(text: str, field: str) -> Target:
-    if text.startswith("re:"):
-        return Target(1, text, Pattern(text.removeprefix("re:"), field))
-    return Target(2 if text in ("Linear", "Embedding") else 0, text, None)
+def _parted(
+    texts: list[str], field: str, patterns: Patterns
+) -> tuple[list[Pattern], frozenset[str]]:
+    """What strings of targets or ignore stand for: patterns, and names of modules and classes."""
+    found = [text.removeprefix("re:") for text in texts if text.startswith("re:")]
+    exact = frozenset(text for text in texts if not text.startswith("re:"))
+    return patterns.compiled(found, field), exact
 
 
 def _scheme(group: dict[str, Any], where: str, whole: str) -> Scheme:

@@ -20,10 +20,22 @@ from streamer.model.quantization.compressed import class_of, parse_compressed
 from streamer.model.quantization.float4 import Bnb4, Bnb8, Mxfp4, Nvfp4
 from streamer.model.quantization.gptq import ONES, Awq, Gptq
 from streamer.model.quantization.interface import DENSE, Scheme
-from streamer.model.quantization.reading import Pattern, block, fields, group_size, names, refused
+from streamer.model.quantization.reading import (
+    Pattern,
+    Patterns,
+    begins,
+    block,
+    ends,
+    fields,
+    group_size,
+    is_plain,
+    names,
+    refused,
+)
 from streamer.model.quantization.scaled import Grid, Numbers
 
 Rule = Callable[[str], Scheme]
+GPTQ_FIELDS = ("bits", "group_size", "sym", "desc_act")
 WITHOUT_BLOCKS = (Grid(-1, -1), Grid(1, -1))  # of FP8; the shape of its scales tells
 
 
@@ -81,20 +93,24 @@ def _gptq(given: dict[str, Any]) -> Rule:
     dynamic = given.get("dynamic") or {}
     if not isinstance(dynamic, dict):
         raise refused("dynamic", dynamic, "an object")
+    texts = [text.removeprefix("-:").removeprefix("+:") for text in dynamic]
+    patterns = Patterns().compiled(texts, "dynamic")
+    own = {name: given[name] for name in GPTQ_FIELDS if name in given}
     rules: list[tuple[Pattern, Scheme]] = []
-    for text, change in dynamic.items():
+    for pattern, (text, change) in zip(patterns, dynamic.items(), strict=True):
         scheme: Scheme = DENSE
         if not text.startswith("-:") and change is not False:
             if not isinstance(change, dict):
                 raise refused("dynamic", change, "an object or false for each pattern")
-            scheme = _gptq_scheme({**given, **change}, form == "gptq")
-        rules.append((Pattern(text.removeprefix("-:").removeprefix("+:"), "dynamic"), scheme))
-    chosen = names(given.get("modules_in_block_to_quantize"), "modules_in_block_to_quantize")
+            scheme = _gptq_scheme({**own, **change}, form == "gptq")
+        rules.append((pattern, scheme))
+    field = "modules_in_block_to_quantize"
+    chosen = frozenset(names(given.get(field), field))
 
     def rule(module: str) -> Scheme:
         if class_of(module) == "Embedding":
             return DENSE
-        if chosen and not any(module.endswith(f".{name}") for name in chosen):
+        if chosen and chosen.isdisjoint(ends(module, ".")):
             return DENSE
         return next((scheme for p, scheme in rules if p.matches(module)), base)
 
@@ -166,12 +182,14 @@ def _modelopt(given: dict[str, Any]) -> Rule:
     scheme = schemes.get(str(given.get("quant_algo")).upper())
     if scheme is None:
         raise refused("quant_algo", given.get("quant_algo"), " or ".join(schemes))
-    ignored = names(given.get("ignore") or given.get("exclude_modules"), "ignore")
+    ignored = dict.fromkeys(names(given.get("ignore") or given.get("exclude_modules"), "ignore"))
+    globs = [fnmatch.translate(text) for text in ignored if not is_plain(text)]
+    patterns = Patterns().compiled(globs, "ignore")
 
     def rule(module: str) -> Scheme:
-        if class_of(module) == "Embedding":
+        if class_of(module) == "Embedding" or module in ignored:
             return DENSE
-        return DENSE if any(fnmatch.fnmatchcase(module, p) for p in ignored) else scheme
+        return DENSE if any(p.matches(module) for p in patterns) else scheme
 
     return rule
 
@@ -179,11 +197,14 @@ def _modelopt(given: dict[str, Any]) -> Rule:
 def _skipping(given: dict[str, Any], lists: tuple[str, ...], scheme: Scheme) -> Rule:
     """The scheme for all but embeddings and the modules of the lists, matched as transformers does:
     a pattern for the beginning of a name up to a dot, or its end."""
-    texts = [text for name in lists for text in names(given.get(name), name)]
-    compiled = [Pattern(rf"(?:{text})(?:(?<=\.)|(?=\.|$))", lists[0]) for text in texts]
+    texts = dict.fromkeys(text for name in lists for text in names(given.get(name), name))
+    plain = {text for text in texts if is_plain(text)}
+    wanted = [rf"(?:{text})(?:(?<=\.)|(?=\.|$))" for text in texts if text not in plain]
+    patterns = Patterns().compiled(wanted, lists[0])
 
     def rule(module: str) -> Scheme:
-        skip = any(p.matches(module) for p in compiled) or module.endswith(tuple(texts))
+        skip = not plain.isdisjoint(begins(module)) or not texts.keys().isdisjoint(ends(module))
+        skip = skip or any(p.matches(module) for p in patterns)
         return DENSE if skip or class_of(module) == "Embedding" else scheme
 
     return rule

@@ -104,11 +104,14 @@ def test_dynamic_rules_of_gptqmodel() -> None:
 )
 def test_skipped_modules(method: str, field: str) -> None:
     """From the start of a name up to a dot, as a pattern, or its end."""
-    skipped = ["up_proj", r"model\.layers\.1", "lm_head"]
+    skipped = ["up_proj", r"model\.layers\.1", "model.layers.2", "model.layers.3.", "lm_head"]
     found = schemes(method, **{field: skipped, "load_in_8bit": True})
     assert found.of("model.layers.0.mlp.up_proj", {}) is DENSE
     assert found.of(ATTENTION, {}) is DENSE
-    assert found.of("model.layers.11.mlp.gate_proj", {}) is not DENSE
+    for layer in (11, 22):
+        assert found.of(f"model.layers.{layer}.mlp.gate_proj", {}) is not DENSE
+    for layer in (2, 3):
+        assert found.of(f"model.layers.{layer}.mlp.gate_proj", {}) is DENSE
     assert found.of(EMBEDDING, {}) is DENSE
 
 
@@ -189,6 +192,63 @@ def test_a_pattern_that_takes_hours_is_refused(
     with pytest.raises(ModelNotSupported, match=says) as error:
         compressed(INT4, ignore=[f"re:{pattern}"]).of(ATTENTION, {})
     assert error.value.param == "ignore"
+
+
+MANY = [f"layers.{i}.[ab]" for i in range(5000)]
+PATTERNS: list[tuple[str, str, dict[str, Any]]] = [
+    ("gptq", "dynamic", {"bits": 4, "dynamic": {f"-:{text}": {} for text in MANY}}),
+    ("fp8", "modules_to_not_convert", {"ignored_layers": MANY}),
+    ("modelopt", "ignore", {"quant_algo": "FP8", "ignore": MANY}),
+    (
+        "compressed-tensors",
+        "ignore",
+        {"config_groups": {"g": {}}, "ignore": [f"re:{text}" for text in MANY]},
+    ),
+    ("compressed-tensors", "config_groups", {"config_groups": {text: {} for text in MANY}}),
+    (
+        "compressed-tensors",
+        "targets",
+        {"config_groups": {"g": {"targets": [f"re:{text}" for text in MANY]}}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("method", "field", "given"), PATTERNS, ids=[p[1] for p in PATTERNS])
+def test_thousands_of_patterns_are_refused(method: str, field: str, given: dict[str, Any]) -> None:
+    """Each takes milliseconds to compile, and then some for every module."""
+    with pytest.raises(ModelNotSupported, match="at most 4096, the checkpoint says 5000") as error:
+        schemes(method, **given)
+    assert error.value.param == field
+
+
+def test_patterns_share_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of these takes long, all of them do."""
+    monkeypatch.setattr(reading, "MAX_MATCHING_S", 0.02)
+    with pytest.raises(ModelNotSupported, match=r"takes more than 0\.02 s, with those before it"):
+        schemes("gptq", bits=4, dynamic={rf"-:.*\.{i}\..*": {} for i in range(1000)})
+
+
+@pytest.mark.parametrize(
+    ("method", "field", "given"),
+    [
+        ("fp8", "modules_to_not_convert", {}),
+        ("modelopt", "ignore", {"quant_algo": "FP8"}),
+        (
+            "compressed-tensors",
+            "ignore",
+            {
+                "format": "pack-quantized",
+                "config_groups": {"g": {"targets": ["Linear"], "weights": INT4}},
+            },
+        ),
+    ],
+)
+def test_names_are_no_patterns(method: str, field: str, given: dict[str, Any]) -> None:
+    """However many: each is looked up."""
+    many = [f"model.layers.{i}.mlp" for i in range(5000)] + [f"a.{i}-b" for i in range(5000)]
+    found = schemes(method, **{field: [*many, UP], **given})
+    assert found.of(UP, {}) is DENSE
+    assert found.of(ATTENTION, {}) is not DENSE
 
 
 def test_names_may_be_nested_however_deep() -> None:
