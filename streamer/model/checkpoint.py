@@ -23,6 +23,7 @@ from streamer.model.gguf.header import is_gguf
 # All headers of a checkpoint together: 91,000 tensors take 13 MB, each byte some 40 of memory.
 MAX_HEADER_BYTES = 32 << 20
 MAX_JSON_BYTES = 32 << 20  # the index of those 91,000 tensors has 9 MB
+MAX_NAME = 1000  # characters of a tensor's name
 MAX_DIMS = 8  # of a tensor; convolutions of video have 5
 MAX_SIZE = 1 << 48  # what a dimension and an offset are below
 FLOATS = ("F32", "BF16", "F16")  # of dense tensors
@@ -326,7 +327,9 @@ def _entry(file: Path, begin: int, name: str, given: _HeaderEntry) -> TensorEntr
     """A tensor of a file whose tensors begin at `begin`, or ModelNotSupported with the field that
     is out of bounds: only what is within them may be multiplied and written in a message."""
     why = ""
-    if given.dtype not in BITS:
+    if len(name) > MAX_NAME:
+        why = f"its name has {len(name)} characters, at most {MAX_NAME} can be"
+    elif given.dtype not in BITS:
         why = f"dtype {given.dtype[:100]!r} is none of {', '.join(BITS)}"
     elif len(given.shape) > MAX_DIMS:
         why = f"shape has {len(given.shape)} dimensions, at most {MAX_DIMS} can be"
@@ -342,4 +345,4 @@ def _entry(file: Path, begin: int, name: str, given: _HeaderEntry) -> TensorEntr
 
 def _some(names: list[str], limit: int = 8) -> str:
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + rest
+    return ", ".join(name[:MAX_NAME] for name in names[:limit]) + rest

@@ -88,6 +88,12 @@ def edit_header(folder: Path, **change: object) -> None:
         f.write(bytes(256))
 
 
+def long_name(folder: Path) -> None:
+    """A tensor that a message could not name."""
+    entry = {"dtype": "F16", "shape": [0], "data_offsets": [0, 0]}
+    write_header(shards(folder)[0], json.dumps({"a" * (1 << 20): entry}).encode())
+
+
 def write_header(file: Path, header: bytes, length: int | None = None) -> None:
     """A safetensors file of a header alone."""
     file.write_bytes(struct.pack("<Q", len(header) if length is None else length) + header)
@@ -191,6 +197,7 @@ BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
         "a: dtype 'F4' is none of F64",
     ),
     ("no bytes", lambda f: edit_header(f, data_offsets=[256, 0]), "is in bytes"),
+    ("a long name", long_name, "aaa: its name has 1048576 characters, at most 1000 can be"),
     ("no dtype", lambda f: write_header(shards(f)[0], b'{"a": {}}'), "broken header"),
     ("a link to nothing", link_to("gone"), "lacks 1 of . weight files"),
     ("a link to itself", link_to(""), "lacks 1 of . weight files"),

@@ -74,6 +74,7 @@ END_TOKENS = frozenset(
         "<end_of_utterance>",
     ]
 )
+MAX_WARNINGS = 8  # of keys without effect, whose number is the file's choice
 CONTROL = 3  # a token's type
 
 
@@ -189,7 +190,7 @@ def _rope_scaling(keys: _Keys, factors: list[float]) -> dict[str, Any] | None:
     kind = keys.get("rope.scaling.type") or ("linear" if keys.get("rope.scale_linear") else "none")
     if factors:
         if kind != "none":
-            raise keys.wrong("rope.scaling.type", f"{kind!r} beside {ROPE_FACTORS}")
+            raise keys.wrong("rope.scaling.type", f"{str(kind)[:100]!r} beside {ROPE_FACTORS}")
         return {"rope_type": "factors", "factors": factors}
     if kind == "none":
         return None
@@ -217,6 +218,7 @@ def _rope_scaling(keys: _Keys, factors: list[float]) -> dict[str, Any] | None:
 def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The generation_config.json that the file would have had: sampling defaults, end tokens."""
     found: dict[str, Any] = {}
+    unknown = []
     for key, value in metadata.items():
         name = key.removeprefix("general.sampling.")
         if name == key:
@@ -224,7 +226,11 @@ def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
         if name in SAMPLING:
             found[SAMPLING[name]] = value
         elif value:
-            logger.warning("%s = %s is not known here and has no effect", key, str(value)[:100])
+            unknown.append((key[:100], value))
+    for key, value in unknown[:MAX_WARNINGS]:
+        logger.warning("%s = %s is not known here and has no effect", key, str(value)[:100])
+    if (rest := len(unknown) - MAX_WARNINGS) > 0:
+        logger.warning("nor have %d more keys of general.sampling", rest)
     found["eos_token_id"] = _end_ids(metadata)
     return found
 

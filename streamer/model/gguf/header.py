@@ -32,6 +32,7 @@ MAX_ITEMS = 4 << 20  # of all arrays together
 MAX_PAIRS = 1 << 16
 MAX_TENSORS = 1 << 18
 MAX_DIMS = 4
+MAX_NAME = 256  # characters of a tensor's name; llama.cpp's have up to 63
 MAX_ALIGNMENT = 1 << 16
 
 _SCALARS = {
@@ -260,6 +261,8 @@ class _Reader:
     def _place(self) -> TensorPlace:
         name = self._string("the name of a tensor")
         field = f"tensor {name}"
+        if len(name) > MAX_NAME:
+            raise self._wrong(field, f"its name has {len(name)} characters, at most {MAX_NAME}")
         num_dims = self._number("I", field)
         if not 1 <= num_dims <= MAX_DIMS:
             raise self._wrong(field, f"it has {num_dims} dimensions, 1 to {MAX_DIMS} can be")

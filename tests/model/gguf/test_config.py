@@ -125,6 +125,7 @@ def test_rope_scaling() -> None:
         ({"factors": [1.0]}, "factors must be a list of 8 numbers"),
         ({"factors": [0.0] * 8}, "factors must be a finite number above 0"),
         ({"factors": [1.0] * 8, "rope__scaling__type": "yarn"}, "'yarn' beside rope_freqs"),
+        ({"factors": [1.0] * 8, "rope__scaling__type": "y" * 999}, "'y{100}' beside rope_freqs"),
         ({"shapes": {}}, r"token_embd\.weight is missing"),
     ],
 )
@@ -150,6 +151,15 @@ def test_an_answer_ends_with_the_stated_tokens_and_those_known_to_end_one() -> N
     assert ids == [0, 1, 2]
     with pytest.raises(ModelNotSupported, match=r"eos_token_id: there is no token 9"):
         generation_of({**VOCABULARY, "tokenizer.ggml.eos_token_id": 9})
+
+
+def test_warnings_of_what_has_no_effect_are_few_and_short(caplog: pytest.LogCaptureFixture) -> None:
+    """However many keys a file has, and however long they are."""
+    keys = [f"general.sampling.{i}{'x' * 1000}" for i in range(1000)]
+    generation_of({**VOCABULARY, **dict.fromkeys(keys, 1)})
+    assert len(caplog.messages) == 9
+    assert max(map(len, caplog.messages)) < 200
+    assert caplog.messages[-1] == "nor have 992 more keys of general.sampling"
 
 
 def test_the_authors_sampling_defaults(caplog: pytest.LogCaptureFixture) -> None:

@@ -121,6 +121,10 @@ IMPOSSIBLE: dict[str, tuple[bytes, str]] = {
     "a key of nothing": (a_file((pair("", U32, bytes(4)),)), "the key of pair 0: it is empty"),
     "a key twice": (a_file((pair("a", U32, bytes(4)),) * 2), "a: it is stated twice"),
     "a tensor twice": (a_file((), (ONE, tensor("t", (32,), 0, 256)), 512), "tensor t: it is st"),
+    "a name of 2**20 bytes": (
+        a_file((), (tensor("t" * (1 << 20), (32,), 0, 0),), 128),
+        "ttt...: its name has 1048576 characters, at most 256",
+    ),
     "no dimensions": (a_file((), (tensor("t", (), 0, 0),), 64), "tensor t: it has 0 dim"),
     "2**31 dimensions": (
         a_file((), (text("t") + struct.pack("<I", 1 << 31) + bytes(64),)),
