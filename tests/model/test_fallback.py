@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import parse
 from safetensors.torch import load_file, save_file
 
 from streamer.errors import ModelNotSupported
@@ -175,8 +176,6 @@ def test_shape_before_loading(checkpoint: Any) -> None:
     [
         ("BloomConfig", "BloomForCausalLM", "its attention can't be replaced"),
         ("MptConfig", "MptForCausalLM", "its attention can't be replaced"),
-        ("GPTJConfig", "GPTJForCausalLM", "its attention can't be replaced"),
-        ("CodeGenConfig", "CodeGenForCausalLM", "its attention can't be replaced"),
         ("StableLmConfig", "StableLmForCausalLM", "its attention can't be replaced"),
         ("FalconConfig", "FalconForCausalLM", "its attention can't be replaced"),
         ("MambaConfig", "MambaForCausalLM", "can't be replaced|state between tokens"),
@@ -196,6 +195,28 @@ def test_refused_by_name(
     with pytest.raises(ModelNotSupported, match=says) as error:
         examine(open_checkpoint(folder))
     assert name in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("config", "name"), [("GPTJConfig", "GPTJForCausalLM"), ("CodeGenConfig", "CodeGenForCausalLM")]
+)
+def test_what_a_newer_transformers_lets_replace_is_served(
+    tmp_path: Path, config: str, name: str
+) -> None:
+    """Refused by name before, with the logits of transformers since."""
+    torch.manual_seed(5)
+    sizes = {"n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 128, "rotary_dim": 8}
+    made = getattr(transformers, config)(vocab_size=64, initializer_range=0.3, **sizes)
+    opened = open_checkpoint(save(tmp_path, made, name))
+    if parse(transformers.__version__) < parse("5.24"):
+        with pytest.raises(ModelNotSupported, match="its attention can't be replaced"):
+            examine(opened)
+        return
+    model = load_fallback(for_cpu(), opened, examine(opened), torch.float32, show_progress=False)
+    tokens = [t % 64 for t in random_tokens(80)]
+    want = reference_logits(reference_model(tmp_path), tokens)
+    assert want.std() > 0.5
+    torch.testing.assert_close(paged_logits(model, tokens, cuts=(33, 34)), want, atol=1e-4, rtol=0)
 
 
 def test_unknown_model_types_run_no_code(checkpoint: Any, tmp_path: Path) -> None:
