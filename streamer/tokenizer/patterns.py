@@ -65,6 +65,14 @@ class TimedPattern:
         finally:
             self._clock.end(began_s)
 
+    def match(self, text: str, start: int = 0) -> Any:
+        """The match that begins at a place, or None."""
+        began_s, left_s = self._clock.begin()
+        try:
+            return self._pattern.match(text, start, timeout=left_s)
+        finally:
+            self._clock.end(began_s)
+
     def all(self, text: str) -> list[Any]:
         """All matches."""
         began_s, left_s = self._clock.begin()

@@ -151,8 +151,11 @@ class Reader:
         self._clock.more()
         try:
             self._parser.read(events, text, is_over)
-        except TimeoutError:
-            logger.warning("patterns of the response_template take too long: the rest is text")
+        except Exception as e:  # whatever another version of that code does with a model's text
+            if isinstance(e, TimeoutError):
+                logger.warning("patterns of the response_template take too long: the rest is text")
+            else:
+                logger.exception("the response_template can't be followed: the rest is text")
             self._is_given_up = True
             rest = [Found("begin", TEXT), Found("text", TEXT, self._parser.rest)]
             return [*self._found(events), *rest]

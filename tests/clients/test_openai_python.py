@@ -23,7 +23,7 @@ from tests.server.support.running import Running
 
 FINAL = ("response.completed", "response.incomplete", "response.failed")
 OURS = ("session.created", "response.waiting", "response.running", "response.prefill")
-OURS += ("response.resumed",)  # extensions, with our subprotocol: they take no numbers
+OURS += ("response.preempted", "response.resumed")  # extensions with our subprotocol, unnumbered
 MESSAGES: Any = [{"role": "user", "content": "What is paged attention?"}]
 
 

@@ -23,6 +23,7 @@ from streamer.server.parsing.events import (
     ToolCallEnd,
 )
 from streamer.server.parsing.templated import TemplateParser
+from streamer.tokenizer.patterns import TimedPattern
 from streamer.tokenizer.response_template import ResponseTemplate, load_template
 from tests.server.support.running import Running
 
@@ -220,6 +221,20 @@ def test_patterns_that_take_too_long_end_the_reading_not_the_server(name: str) -
     spaces = str.maketrans("", "", " \n")
     said = (found["thought"] + found["text"]).translate(spaces)
     assert said == (answer + rest).removeprefix("<think>").translate(spaces)
+
+
+def test_what_a_version_of_transformers_raises_ends_the_reading_not_the_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its parser is not ours: a method that it newly called on our patterns was a 500."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise AttributeError("no such method")
+
+    monkeypatch.setattr(TimedPattern, "search", broken)
+    found = joined(read(TAGS, ["One. ", "Two."]))
+    assert (found["thought"] + found["text"], found["calls"]) == ("One. Two.", [])
+    assert "the rest is text" in caplog.text
 
 
 def test_a_long_answer_is_read_to_its_end() -> None:
