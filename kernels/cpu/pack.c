@@ -25,6 +25,8 @@ INLINE int64_t row_of(const Op *op, int64_t panel, int64_t j) {
     return row >= half ? -1 : j < VW ? row : row + half;
 }
 
+#define ROW_AHEAD 512 /* bytes of each row: there are too many for the CPU to fetch alone */
+
 /* 4-byte words of each row, or zeros where it is 0, to [count][TILE]. */
 static void pack_words(char *to, const char *const *rows, int64_t count) {
     int64_t i = 0;
@@ -35,6 +37,7 @@ static void pack_words(char *to, const char *const *rows, int64_t count) {
             for (int j = 0; j < 16; j++) {
                 const char *from = rows[half + j];
                 row[j] = from ? _mm512_loadu_si512(from + 4 * i) : _mm512_setzero_si512();
+                if (from) __builtin_prefetch(from + 4 * i + ROW_AHEAD, 0, 2);
             }
             transpose(row);
             for (int at = 0; at < 16; at++)
@@ -75,8 +78,8 @@ static void pack_run(const Op *op, const Step *step, int64_t panel, Worker *me) 
 /* 4 codes of each output of a panel, the first lowest: [UNPACK_COLUMNS / 4][TILE]. */
 typedef uint32_t Fours[UNPACK_COLUMNS / 4][TILE];
 
-/* Of columns `first` to `last` from rows; beyond K, and where there is no row, codes are 0. The same
- * columns of the next panel's rows are fetched. */
+/* Of columns `first` to `last` from rows; beyond K, and where there is no row, codes are 0. The
+ * same columns of the next panel's rows are fetched. */
 static void fours_of_rows(const Op *op, int64_t panel, int64_t first, int64_t last, Fours fours) {
     _Alignas(64) uint8_t codes[TILE][UNPACK_COLUMNS];
     const char *pieces[TILE];
@@ -125,8 +128,8 @@ static void fours_of_words(const Op *op, int64_t panel, int64_t first, int64_t l
             from[at] = (const uint32_t *)op->p[0] +
                        word_of(op, layout, bits, N, 0, min_int(k, K - 1), &shift);
             down[at] = (uint32_t)shift;
-            const uint32_t *later = (const uint32_t *)op->p[0] + places[0] +
-                                    word_of(op, layout, bits, N, 0, min_int(k + LATER, K - 1), &shift);
+            int64_t ahead = word_of(op, layout, bits, N, 0, min_int(k + LATER, K - 1), &shift);
+            const uint32_t *later = (const uint32_t *)op->p[0] + places[0] + ahead;
             __builtin_prefetch(later, 0, 2);
             if (is_along) __builtin_prefetch(later + VW, 0, 2);
         }
@@ -180,7 +183,8 @@ INLINE void pack_sixteen(char *to, uint32_t c[4][TILE], int bits) {
         ((TYPE *)(to))[j] = rows[j] < 0 ? 0 : ((const TYPE *)(from))[rows[j] * (groups) + (g)];
 
 /* What precedes the codes of group g. */
-static void pack_header(const Op *op, const int64_t *rows, const Shape *shape, char *to, int64_t g) {
+static void pack_header(const Op *op, const int64_t *rows, const Shape *shape, char *to,
+                        int64_t g) {
     int64_t groups = divide_up(op->n[0], op->n[2]);
     char *group = to + group_at(shape, g), *beside = group + shape->header / 2;
     if (shape->form & WIDE_SCALES) {
