@@ -73,6 +73,20 @@ def test_the_file_set_aside_last_is_among_them(tmp_path: Path, year: int) -> Non
     assert before[-1] in aside(tmp_path)
 
 
+def test_another_file_that_is_linked_among_them_is_left_alone(tmp_path: Path) -> None:
+    """In a folder that a group may write to, somebody may plant links to files of this user."""
+    other = tmp_path / "other"
+    other.write_text("")
+    other.chmod(0o644)
+    folder = tmp_path / "journal"
+    folder.mkdir()
+    for i in range(MAX_ASIDE + 2):
+        (folder / f"{FILE}.2026010{i + 1}-000000-00ff").hardlink_to(other)
+    Store(folder).close()
+    assert other.stat().st_mode & 0o777 == 0o644
+    assert len([*folder.glob(f"{FILE}.*")]) == MAX_ASIDE + 2
+
+
 def test_only_the_owner_may_read_them(tmp_path: Path) -> None:
     """Also after a volume was mounted whose files were opened to a group."""
     fill(tmp_path)
