@@ -15,6 +15,7 @@ import openai
 import pytest
 from websockets.typing import Subprotocol
 
+from streamer.core.plan import NoticeKind
 from streamer.engine.refusals import SHUTDOWN
 from streamer.fake.model import expected_text
 from tests.server.support.counting import check_counting
@@ -22,8 +23,8 @@ from tests.server.support.relay import Relay
 from tests.server.support.running import Running
 
 FINAL = ("response.completed", "response.incomplete", "response.failed")
-OURS = ("session.created", "response.waiting", "response.running", "response.prefill")
-OURS += ("response.preempted", "response.resumed")  # extensions with our subprotocol, unnumbered
+# Extensions, with our subprotocol: they take no numbers.
+OURS = {"session.created", "response.resumed", *(f"response.{kind.value}" for kind in NoticeKind)}
 MESSAGES: Any = [{"role": "user", "content": "What is paged attention?"}]
 
 
