@@ -9,7 +9,10 @@ from __future__ import annotations
 import math
 import re
 import time
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
 
 MAX_PATTERN: Final = 1000  # characters
 MAX_REPEATS: Final = 1000  # of all its counts, multiplied: compiled, they are written out
@@ -59,24 +62,19 @@ class TimedPattern:
 
     def search(self, text: str, start: int = 0, partial: bool = False) -> Any:
         """The first match from a place on, or None."""
-        began_s, left_s = self._clock.begin()
-        try:
-            return self._pattern.search(text, start, partial=partial, timeout=left_s)
-        finally:
-            self._clock.end(began_s)
+        return self._timed(self._pattern.search, text, start, partial=partial)
 
     def match(self, text: str, start: int = 0) -> Any:
         """The match that begins at a place, or None."""
-        began_s, left_s = self._clock.begin()
-        try:
-            return self._pattern.match(text, start, timeout=left_s)
-        finally:
-            self._clock.end(began_s)
+        return self._timed(self._pattern.match, text, start)
 
     def all(self, text: str) -> list[Any]:
         """All matches."""
+        return self._timed(lambda *at, **how: list(self._pattern.finditer(*at, **how)), text)
+
+    def _timed(self, find: Callable[..., T], *at: Any, **how: Any) -> T:
         began_s, left_s = self._clock.begin()
         try:
-            return list(self._pattern.finditer(text, timeout=left_s))
+            return find(*at, timeout=left_s, **how)
         finally:
             self._clock.end(began_s)

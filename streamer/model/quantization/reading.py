@@ -15,7 +15,7 @@ from streamer.errors import ModelNotSupported
 from streamer.model.fields import Fields
 from streamer.model.quantization.interface import held_group
 from streamer.model.quantization.scaled import Grid
-from streamer.tokenizer.patterns import Clock, fault
+from streamer.tokenizer.patterns import Clock, TimedPattern, fault
 
 # Of a checkpoint; honest ones have some hundred. 300, compiled and matched with the names of 128
 # layers, take 1 s of an EPYC Zen 4 (2026-11-26).
@@ -63,30 +63,22 @@ class Pattern:
     def __init__(self, text: str, field: str, clock: Clock) -> None:
         self._text = text
         self._field = field
-        self._clock = clock
         if (wrong := fault(text)) is not None:
             raise self._wrong(wrong)
-        began_s, _ = self._begin()
         try:
+            began_s, _ = clock.begin()
             re.compile(text)  # what that of the package knows beyond is no pattern of transformers
-            self._compiled = regex.compile(text)
+            self._compiled = TimedPattern(regex.compile(text), clock)
+        except TimeoutError as e:
+            raise self._late() from e
         except (re.error, regex.error, RecursionError, OverflowError) as e:
             raise self._wrong(f"is no pattern: {e}") from e
-        self._clock.end(began_s)
+        clock.end(began_s)
 
     def matches(self, name: str) -> bool:
         """Whether a name begins so."""
-        began_s, left_s = self._begin()
         try:
-            found = self._compiled.match(name, timeout=left_s)
-        except TimeoutError as e:
-            raise self._late() from e
-        self._clock.end(began_s)
-        return found is not None
-
-    def _begin(self) -> tuple[float, float]:
-        try:
-            return self._clock.begin()
+            return self._compiled.match(name) is not None
         except TimeoutError as e:
             raise self._late() from e
 
