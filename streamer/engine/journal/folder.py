@@ -10,7 +10,6 @@ import contextlib
 import os
 import stat
 import weakref
-from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Final
@@ -28,6 +27,19 @@ LOCK: Final = "journal.lock"  # never deleted: whoever has it open would hold an
 FILES: Final = (LOCK, *(f"{FILE}{new}{suffix}" for new in ("", NEW) for suffix in ("", *BESIDE)))
 
 
+_open_locks: weakref.WeakSet[FileIO] = weakref.WeakSet()
+
+
+def _close_copies() -> None:
+    """In a child that was forked alone: what its parent holds is not held by it."""
+    for file in [*_open_locks]:
+        file.close()
+
+
+if fcntl is not None:
+    os.register_at_fork(after_in_child=_close_copies)
+
+
 class Lock:
     """The folder is this process's: until released, or the process ends or becomes another program.
 
@@ -38,7 +50,7 @@ class Lock:
         self._file = open(folder / LOCK, "ab", buffering=0, opener=_open)  # noqa: SIM115
         try:
             if fcntl is not None:
-                os.register_at_fork(after_in_child=partial(_close_copy, weakref.ref(self._file)))
+                _open_locks.add(self._file)
                 os.fchmod(self._file.fileno(), 0o600)
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
@@ -56,11 +68,6 @@ def _open(path: str, flags: int) -> int:
     if fcntl is not None:  # what was planted since the check is neither followed nor waited for
         flags |= os.O_NOFOLLOW | os.O_NONBLOCK
     return os.open(path, flags, 0o600)
-
-
-def _close_copy(found: weakref.ref[FileIO]) -> None:
-    if (file := found()) is not None:
-        file.close()
 
 
 def take(folder: Path) -> Lock:

@@ -39,9 +39,10 @@ GATHER_S: Final = 0.05
 MAX_BATCH: Final = 1000  # of what happened, in one transaction
 MAX_BEHIND: Final = 20_000  # what the disk has not taken yet: minutes of steps
 WAIT_S: Final = 10.0  # for the disk, before a request is accepted without it
-ERASE_S: Final = (
-    10.0  # for which at most deleted text and tokens are in the files, while others run
-)
+# What was deleted is erased from SQLite's log and from steps when nothing has come for so long, and
+# while something does this often: it takes two flushes of the disk, for which a request may wait.
+QUIET_S: Final = 1.0
+ERASE_S: Final = 10.0
 RETRY_S: Final = 10.0  # between attempts to delete, after the disk has failed
 # Ends that a restart would not come to again.
 NOT_DRAWN: Final = (FinishReason.CANCELLED, FinishReason.FAILED)
@@ -260,7 +261,6 @@ class Journal:
     def _gather(self) -> list[_Item]:
         """What has come; sleeps until something has, and gives room back first if nothing runs."""
         if not self._live and self._queue.empty():
-            self._store.erase()
             self._store.shrink(MOVED_BYTES)
         items = [self._first()]
         self._is_urgent.wait(GATHER_S)
@@ -273,7 +273,7 @@ class Journal:
         """What comes next; what was deleted is erased while nothing does."""
         while self._store.has_deleted:
             with contextlib.suppress(Empty):
-                return self._queue.get(timeout=max(0.0, self._erase_at - time.monotonic()))
+                return self._queue.get(timeout=QUIET_S)
             self._erase()
         return self._queue.get()
 
