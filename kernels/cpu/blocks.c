@@ -16,7 +16,6 @@
 #include "common.h"
 
 #define UNPACK_ROWS 8 /* of a chunk */
-#define UNPACK_COLUMNS 512 /* of a row at once */
 
 enum {
     BYTES_LAYOUT, SIGNED_LAYOUT, NIBBLES_LAYOUT, WORDS_LAYOUT, OUTPUTS_LAYOUT,

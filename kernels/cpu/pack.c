@@ -25,8 +25,6 @@ INLINE int64_t row_of(const Op *op, int64_t panel, int64_t j) {
     return row >= half ? -1 : j < VW ? row : row + half;
 }
 
-#define ROW_AHEAD 512 /* bytes of each row: there are too many for the CPU to fetch alone */
-
 /* 4-byte words of each row, or zeros where it is 0, to [count][TILE]. */
 static void pack_words(char *to, const char *const *rows, int64_t count) {
     int64_t i = 0;
@@ -37,7 +35,6 @@ static void pack_words(char *to, const char *const *rows, int64_t count) {
             for (int j = 0; j < 16; j++) {
                 const char *from = rows[half + j];
                 row[j] = from ? _mm512_loadu_si512(from + 4 * i) : _mm512_setzero_si512();
-                if (from) __builtin_prefetch(from + 4 * i + ROW_AHEAD, 0, 2);
             }
             transpose(row);
             for (int at = 0; at < 16; at++)
@@ -75,12 +72,15 @@ static void pack_run(const Op *op, const Step *step, int64_t panel, Worker *me) 
 #define LATER 64 /* columns ahead that are fetched, since each is far from the one before it */
 #define RUN (VW < 8 ? VW : 8) /* neighbours in OUTPUTS_LAYOUT that have one word */
 
+#define UNPACK_COLUMNS 512 /* at once */
+
 /* 4 codes of each output of a panel, the first lowest: [UNPACK_COLUMNS / 4][TILE]. */
 typedef uint32_t Fours[UNPACK_COLUMNS / 4][TILE];
 
 /* Of columns `first` to `last` from rows; beyond K, and where there is no row, codes are 0. The
- * same columns of the next panel's rows are fetched. */
-static void fours_of_rows(const Op *op, int64_t panel, int64_t first, int64_t last, Fours fours) {
+ * same columns of the next panel's rows are fetched: they are far apart. */
+static void fours_of_rows(const Op *op, const int64_t *rows, int64_t first, int64_t last,
+                          Fours fours) {
     _Alignas(64) uint8_t codes[TILE][UNPACK_COLUMNS];
     const char *pieces[TILE];
     int64_t K = op->n[0], count = min_int(last, K) - first, layout = op->n[5];
@@ -88,8 +88,8 @@ static void fours_of_rows(const Op *op, int64_t panel, int64_t first, int64_t la
     const uint8_t *column = (const uint8_t *)op->p[0] + bytes_of(layout, first);
     const int64_t further = (op->flags < GATE_SILU ? TILE : VW) * row_bytes;
     for (int64_t j = 0; j < TILE; j++) {
-        int64_t row = row_of(op, panel, j), known = row < 0 ? 0 : count;
-        const uint8_t *from = column + row * row_bytes;
+        int64_t known = rows[j] < 0 ? 0 : count;
+        const uint8_t *from = column + rows[j] * row_bytes;
         if (known) {
             for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + further + i, 0, 2);
             codes_from(layout, from, known, codes[j]);
@@ -101,18 +101,18 @@ static void fours_of_rows(const Op *op, int64_t panel, int64_t first, int64_t la
 }
 
 /* The same from words, which have a column's outputs side by side. */
-static void fours_of_words(const Op *op, int64_t panel, int64_t first, int64_t last, Fours fours) {
+static void fours_of_words(const Op *op, const int64_t *rows, int64_t first, int64_t last,
+                           Fours fours) {
     int64_t K = op->n[0], N = op->n[1], bits = op->n[6], layout = op->n[5];
     uint32_t shifts[TILE] = {0}, present[TILE]; /* of an output, beside its column's */
     int32_t places[TILE] = {0};
     for (int64_t j = 0; j < TILE; j++) {
-        int64_t row = row_of(op, panel, j);
         int shift = 0;
-        present[j] = row < 0 ? 0 : ~0u;
-        if (row < 0) continue;
-        places[j] = (int32_t)(word_of(op, layout, bits, N, row, 0, &shift) -
+        present[j] = rows[j] < 0 ? 0 : ~0u;
+        if (rows[j] < 0) continue;
+        places[j] = (int32_t)(word_of(op, layout, bits, N, rows[j], 0, &shift) -
                               word_of(op, layout, bits, N, 0, 0, &shift));
-        word_of(op, layout, bits, N, row, 0, &shift);
+        word_of(op, layout, bits, N, rows[j], 0, &shift);
         if (layout == OUTPUTS_LAYOUT) shifts[j] = (uint32_t)shift;
     }
     const int is_along = layout == WORDS_LAYOUT && places[VW - 1] - places[0] == VW - 1 &&
@@ -216,8 +216,8 @@ static void pack_quantized_run(const Op *op, const Step *step, int64_t panel, Wo
     for (int64_t j = 0; j < TILE; j++) rows[j] = row_of(op, panel, j);
     for (int64_t first = 0, left = 0; first < columns; first += UNPACK_COLUMNS) {
         int64_t last = min_int(columns, first + UNPACK_COLUMNS);
-        if (is_by_rows(op->n[5])) fours_of_rows(op, panel, first, last, fours);
-        else fours_of_words(op, panel, first, last, fours);
+        if (is_by_rows(op->n[5])) fours_of_rows(op, rows, first, last, fours);
+        else fours_of_words(op, rows, first, last, fours);
         for (int64_t k = first; k < last; k += 16, left -= 16, out += 2 * TILE * bits) {
             uint32_t(*c)[TILE] = fours + (k - first) / 4;
             if (left == 0) {

@@ -68,19 +68,27 @@ def rounded(dense: np.ndarray, kind: Kind, rng: np.random.Generator) -> np.ndarr
     return quantized(dense, kind, rng)
 
 
+def _minima(
+    parts: np.ndarray, top: int, unit_top: int
+) -> tuple[list[np.ndarray], np.ndarray, np.ndarray, np.ndarray]:
+    """Codes up to `top` of parts [N, blocks, parts, weights], rounded to nearest: two float16 of a
+    block, scales and minima of its parts as multiples of these up to `unit_top`, codes."""
+    low = np.minimum(parts.min(-1), 0)
+    spread = (np.maximum(parts.max(-1), 0) - low) / top
+    units = [np.maximum(x.max(-1, keepdims=True) / unit_top, 1e-7) for x in (spread, -low)]
+    halves = [x.astype(np.float16) for x in units]
+    d, dmin = (x.astype(np.float32) for x in halves)
+    scale = np.clip(np.rint(spread / d), 1, unit_top).astype(np.uint8)
+    least = np.clip(np.rint(-low / dmin), 0, unit_top).astype(np.uint8)
+    codes = (parts + (dmin * least)[..., None]) / (d * scale)[..., None]
+    return halves, scale, least, np.clip(np.rint(codes), 0, top).astype(np.uint8)
+
+
 def _rounded_with_minima(dense: np.ndarray, bits: int) -> np.ndarray:
     """Q4_K and Q5_K: 8 parts of 32, each with 6 bits of a scale and of a minimum."""
     n, top = dense.shape[0], (1 << bits) - 1
     parts = dense.reshape(n, -1, 8, 32)
-    low = np.minimum(parts.min(-1), 0)
-    spread = (np.maximum(parts.max(-1), 0) - low) / top
-    units = [np.maximum(x.max(-1, keepdims=True) / 63, 1e-7) for x in (spread, -low)]
-    halves = [x.astype(np.float16) for x in units]
-    d, dmin = (x.astype(np.float32) for x in halves)
-    scale = np.clip(np.rint(spread / d), 1, 63).astype(np.uint8)
-    least = np.clip(np.rint(-low / dmin), 0, 63).astype(np.uint8)
-    codes = (parts + (dmin * least)[..., None]) / (d * scale)[..., None]
-    codes = np.clip(np.rint(codes), 0, top).astype(np.uint8)
+    halves, scale, least, codes = _minima(parts, top, 63)
     six = np.concatenate(
         (
             scale[..., :4] | scale[..., 4:] >> 4 << 6,
@@ -103,15 +111,8 @@ def _rounded_q2(dense: np.ndarray) -> np.ndarray:
     """16 parts of 16, each with 4 bits of a scale and of a minimum."""
     n = dense.shape[0]
     parts = dense.reshape(n, -1, 16, 16)
-    low = np.minimum(parts.min(-1), 0)
-    spread = (np.maximum(parts.max(-1), 0) - low) / 3
-    units = [np.maximum(x.max(-1, keepdims=True) / 15, 1e-7) for x in (spread, -low)]
-    halves = [x.astype(np.float16) for x in units]
-    d, dmin = (x.astype(np.float32) for x in halves)
-    scale = np.clip(np.rint(spread / d), 1, 15).astype(np.uint8)
-    least = np.clip(np.rint(-low / dmin), 0, 15).astype(np.uint8)
-    codes = (parts + (dmin * least)[..., None]) / (d * scale)[..., None]
-    low_bits = _pairs_of_bits(np.clip(np.rint(codes), 0, 3).astype(np.uint8))
+    halves, scale, least, codes = _minima(parts, 3, 15)
+    low_bits = _pairs_of_bits(codes)
     fields = [scale | least << 4, low_bits, *(x.view(np.uint8) for x in halves)]
     return np.concatenate(fields, -1).reshape(n, -1)
 
