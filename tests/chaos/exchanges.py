@@ -12,9 +12,12 @@ import socket
 import time
 from http.client import HTTPException, HTTPResponse
 
+from websockets.exceptions import ProtocolError
+from websockets.frames import Frame
+from websockets.streams import StreamReader
+
 LIMIT_S = 60.0  # on a machine that does other work too
 HEAD_END = b"\r\n\r\n"
-OPCODES = (0, 1, 2, 8, 9, 10)
 
 
 class _Read:
@@ -84,15 +87,15 @@ def fault(came: bytes, *, is_owed: bool) -> str:
 
 
 def _fault_of_frames(data: bytes) -> str:
-    """What is wrong with frames of a server (RFC 6455, 5.2)."""
-    while data:
-        size, at = (data[1] if len(data) > 1 else 0), 2
-        if data[0] & 0x70 or data[0] & 0x0F not in OPCODES or size & 0x80:
-            return f"a frame that begins with {data[:2]!r}"
-        if size > 125:
-            at = 4 if size == 126 else 10
-            size = int.from_bytes(data[2:at], "big")
-        if len(data) < at + size:
+    """What is wrong with frames of a server (RFC 6455, 5.2), as the package reads them."""
+    reader = StreamReader()
+    reader.feed_data(data)
+    reader.feed_eof()
+    while reader.buffer:
+        try:
+            list(Frame.parse(reader.read_exact, mask=False))
+        except EOFError:
             return "a frame that is cut"
-        data = data[at + size :]
+        except ProtocolError as e:
+            return f"a frame that is none: {e}"
     return ""

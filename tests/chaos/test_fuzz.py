@@ -363,7 +363,7 @@ ENDS = {
     HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n": "an answer that is not whole",
     HEAD + b"Content-Length: 2\r\n\r\n{}": "",
     UPGRADED + b"\x81\x05{}": "a frame that is cut",
-    UPGRADED + b"\x81\x82{}": "a frame that begins with",
+    UPGRADED + b"\x81\x82{}": "a frame that is none",
     UPGRADED + b"\x81\x02{}\x88\x00": "",
 }
 
