@@ -375,7 +375,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         is_free = running is None or running.response_complete
         if is_free and self._refusal is not None:
             self._answer(*self._refusal)
+            self._connection.begin_request()  # the rest of the head is read: see there
             self.transport.close()
+            self._connection.write_eof()
+            self._start_timer(HEAD_TIMEOUT_S, self._connection.end_request)
 
     def _refuse_body(self, cycle: RequestResponseCycle) -> None:
         """Refuse the request that is being answered, for its body."""

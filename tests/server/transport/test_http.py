@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -43,14 +44,31 @@ def read_to_end(raw: socket.socket) -> bytes:
     ],
 )
 def test_a_head_that_never_ends_is_refused(server: Running, head: Callable[[int], bytes]) -> None:
-    sent, i = 0, 0
+    """Its client reads so, whatever it has sent behind: a close with that unread is a reset."""
     with dial(server) as raw:
-        while sent <= LIMIT:  # and no byte beyond those that the server reads
-            sent += raw.send(head(i))
-            i += 1
+        raw.sendall(b"".join(map(head, range(8 * LIMIT // 1000))))
         answer = read_to_end(raw)
-    assert answer.startswith(b"HTTP/1.1 431 ")
-    assert b"request_too_large" in answer
+        assert answer.startswith(b"HTTP/1.1 431 ")
+        assert b"request_too_large" in answer
+        with pytest.raises(ConnectionError):
+            raw.sendall(bytes(4 * MAX_DROPPED_BYTES))
+
+
+def send_slowly(raw: socket.socket) -> None:
+    for _ in range(100):
+        raw.sendall(b"x")
+        time.sleep(0.1)
+
+
+def test_the_rest_of_a_refused_head_is_waited_for_as_long_as_for_a_head(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.3)
+    with dial(server) as raw:
+        raw.sendall(START + b"Host: twice\r\n\r\n")
+        assert read_to_end(raw).startswith(b"HTTP/1.1 400 ")
+        with pytest.raises(ConnectionError):
+            send_slowly(raw)
 
 
 def answer_to(server: Running, request: bytes) -> bytes:
