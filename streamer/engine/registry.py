@@ -350,10 +350,7 @@ class Registry:
         if not self._live:
             self._is_idle.set()
         if self.journal is not None and stream.is_durable:
-            if stream.is_kept and stream.is_stored:
-                self.journal.end(stream)
-            else:
-                self.journal.forget(stream.request_id)
+            self.journal.end(stream, is_kept=stream.is_kept and stream.is_stored)
         if stream.is_kept:
             self.retain(stream, tenant)
 

@@ -39,15 +39,20 @@ class Clock:
         """Another piece has come."""
         self._left_s = min(self._at_once_s, self._left_s + self._piece_s)
 
-    def begin(self) -> tuple[float, float]:
-        """When a match begins, and how long it may take; TimeoutError: the time is used up."""
+    def run(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Do this with what is left as its `timeout`, and take its time from it; TimeoutError: the
+        time is used up.
+
+        The package `regex`, whose argument that is, counts the CPU time of all threads of the
+        process: beside busy ones it ends a match earlier.
+        """
         if self._left_s <= 0:
             raise TimeoutError
-        return time.thread_time(), max(self._left_s, 0.001)
-
-    def end(self, began_s: float) -> None:
-        """A match has ended."""
-        self._left_s -= time.thread_time() - began_s
+        began_s = time.thread_time()
+        try:
+            return work(*args, timeout=max(self._left_s, 0.001), **kwargs)
+        finally:
+            self._left_s -= time.thread_time() - began_s
 
 
 class TimedPattern:
@@ -62,19 +67,12 @@ class TimedPattern:
 
     def search(self, text: str, start: int = 0, partial: bool = False) -> Any:
         """The first match from a place on, or None."""
-        return self._timed(self._pattern.search, text, start, partial=partial)
+        return self._clock.run(self._pattern.search, text, start, partial=partial)
 
     def match(self, text: str, start: int = 0) -> Any:
         """The match that begins at a place, or None."""
-        return self._timed(self._pattern.match, text, start)
+        return self._clock.run(self._pattern.match, text, start)
 
     def all(self, text: str) -> list[Any]:
         """All matches."""
-        return self._timed(lambda *at, **how: list(self._pattern.finditer(*at, **how)), text)
-
-    def _timed(self, find: Callable[..., T], *at: Any, **how: Any) -> T:
-        began_s, left_s = self._clock.begin()
-        try:
-            return find(*at, timeout=left_s, **how)
-        finally:
-            self._clock.end(began_s)
+        return self._clock.run(lambda *at, **how: list(self._pattern.finditer(*at, **how)), text)

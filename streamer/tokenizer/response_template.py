@@ -2,19 +2,21 @@
 
 `response_template` of tokenizer_config.json declares fields and the marks around them; transformers
 has the streaming parser of it. Here that parser reads on where a field is not what was declared,
-and its patterns have a limit on their time: an answer that takes more is text from there on. The
-server makes events of what it finds. No torch.
+and patterns, the checkpoint's and its own, have a limit on their time: an answer that takes more is
+text from there on. The server makes events of what it finds. No torch.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
+import regex
 
 from streamer.tokenizer.patterns import Clock, TimedPattern, fault
 
@@ -27,6 +29,11 @@ logger = logging.getLogger(__name__)
 # patterns of an ordinary piece take 5 us.
 AT_ONCE_S, PIECE_S = 0.1, 0.0005
 ANCHOR_S = 0.05  # of looking for the answer's beginning in a prompt
+# Characters of a field's passes to put its strings back, one each: 0.2 s of an EPYC Zen 4.
+MAX_PASSED: Final = 3 * 10**8
+MATCHING: Final = frozenset(
+    ("search", "match", "fullmatch", "findall", "finditer", "split", "sub", "subn")
+)
 TEXT = "content"  # the field of what can't be read
 
 
@@ -79,6 +86,7 @@ def load_template(given: Any) -> ResponseTemplate | None:
     try:
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
+        _time_content_parsers()
         for text in _patterns(given):
             if (wrong := fault(text)) is not None:
                 raise ValueError(f"the pattern {text[:80]!r} {wrong}")
@@ -194,24 +202,42 @@ def _timed(spec: Spec, clock: Clock) -> Spec:
     return dataclasses.replace(spec, fields=fields)
 
 
-def _match_content(text: str, parser: str, args: Mapping[str, Any], clock: Clock) -> None:
-    """Match what a field's content parser will: TimeoutError if that takes too long."""
-    import regex
+class _Regex(threading.local):
+    """The package `regex` as transformers' content parsers have it: what they match takes its time
+    from `clock`, that of the answer which this thread reads."""
 
-    values = []
-    if parser == "json":
-        for opens, closes in args.get("string_delims", []):
-            pattern = re.escape(opens) + "(.*?)" + re.escape(closes)
-            TimedPattern(regex.compile(pattern, regex.DOTALL), clock).all(text)
-    elif parser == "xml-inline":
-        found = TimedPattern(regex.compile(args["tag_pattern"], regex.DOTALL), clock).all(text)
-        values = [match.groupdict().get("value") or "" for match in found]
-    elif parser == "kv-lines":
-        lines = text.split(args.get("line_sep", "\n"))
-        values = [line.partition(args.get("kv_sep", ":"))[2] for line in lines]
-    inner: Any = args.get("value_parser")
-    for value in values if inner is not None else ():
-        _match_content(value, inner.get("name", "text"), inner.get("args", {}), clock)
+    clock: Clock | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(regex, name)
+        return partial(self._match, found) if name in MATCHING else found
+
+    def _match(self, find: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.clock is None:
+            return find(*args, **kwargs)
+        if find is regex.finditer:
+            return self.clock.run(lambda *at, **how: list(find(*at, **how)), *args, **kwargs)
+        return self.clock.run(find, *args, **kwargs)
+
+
+_regex = _Regex()
+
+
+def _time_content_parsers() -> None:
+    """Give transformers' content parsers our `regex`: their own patterns may be quadratic, too."""
+    from transformers.utils.chat_parsing import content_parsers
+
+    theirs: Any = content_parsers
+    if theirs.re not in (regex, _regex):
+        raise ImportError("transformers matches with another package than regex")
+    theirs.re = _regex
+
+
+def _string_marks(args: Mapping[str, Any]) -> Iterator[str]:
+    """What opens strings in a field's content, or in its parts."""
+    yield from (opens for opens, _ in args.get("string_delims", []))
+    if (inner := args.get("value_parser")) is not None:
+        yield from _string_marks(inner.get("args", {}))
 
 
 @cache  # transformers is imported where a checkpoint has a template, and nowhere else
@@ -230,6 +256,7 @@ def _parser_class() -> Any:
         clock: Clock
         streams: frozenset[str]
         _start = 0
+        _unmoved = -1  # where a field was opened last by a mark without text
 
         def read(self, events: list[dict[str, Any]], text: str, is_over: bool) -> None:
             """More text, or its end: adds the events that follow from it."""
@@ -247,6 +274,10 @@ def _parser_class() -> Any:
 
         def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
             self._start = m.start()
+            if m.end() == m.start():
+                if m.end() == self._unmoved:
+                    raise TimeoutError  # and so again
+                self._unmoved = m.end()
             super()._open_explicit(events, field, m)
 
         def _close_current(self, events: list[dict[str, Any]]) -> None:
@@ -255,14 +286,18 @@ def _parser_class() -> Any:
             raw = self._body if is_implicit else self._buffer[self._start : self._pos]
             before = len(events)
             try:
-                if field is not None and self._opened:
-                    of = self._spec.fields[field]
-                    _match_content(self._body, of.content, of.content_args, self.clock)
+                if field is not None:
+                    marks = _string_marks(self._spec.fields[field].content_args)
+                    if sum(map(self._body.count, marks)) * len(self._body) > MAX_PASSED:
+                        raise TimeoutError
+                _regex.clock = self.clock
                 super()._close_current(events)
             except Exception:
                 del events[before:]
                 events.append({"type": "region_close", "field": field, "value": None})
                 self._reset_to_implicit()
+            finally:
+                _regex.clock = None
             for event in events[before:]:
                 event["raw"] = raw
 

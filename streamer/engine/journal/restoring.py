@@ -110,7 +110,7 @@ class Restoring:
         if not stream.is_finished:
             stream.miss()  # its readers may come back
         elif saved.tail.ended is None:
-            journal.end(stream)
+            journal.end(stream, is_kept=True)
         return stream
 
 

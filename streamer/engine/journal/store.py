@@ -125,7 +125,10 @@ class Store:
         check_own(self.folder)
         path.chmod(0o600)
         self._is_full = None
-        return sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
+        db = sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
+        # A damaged id costs its row, and not all that come after it.
+        db.text_factory = lambda text: text.decode(errors="replace")
+        return db
 
     def _prepare(self, db: sqlite3.Connection) -> None:
         """Lock the file, make the tables of a new one, and let it have a log."""

@@ -81,7 +81,7 @@ class Journal:
         self._queue: SimpleQueue[_Item] = SimpleQueue()
         self._waiting: set[asyncio.Future[None]] = set()
         self._next: asyncio.Future[None] | None = None  # will wait for what this turn hands over
-        self._is_sealed = False
+        self._is_sealed = self._is_closed = False
         self._is_urgent = threading.Event()
         self._known = {each.request_id for each in saved}  # ids that the journal has
         # of the thread
@@ -139,12 +139,17 @@ class Journal:
         if output.request_ids or output.finishes or output.notices or output.prompt_logprobs:
             self._put(output)
 
-    def end(self, stream: TokenStream) -> None:
-        """A stream has ended, and is kept.
+    def end(self, stream: TokenStream, *, is_kept: bool) -> None:
+        """A stream has ended, and is kept or forgotten; once sealed, it goes on at the next start.
 
         After a failure its end can't be written: it is drawn again at the next start, or forgotten,
         where that would be another end.
         """
+        if self._is_sealed:
+            return
+        if not is_kept:
+            self.forget(stream.request_id)
+            return
         if self.failure is not None:
             if any(f is None or f.reason in NOT_DRAWN for f in stream.finishes):
                 self.forget(stream.request_id)
@@ -155,19 +160,19 @@ class Journal:
         self._put(partial(self._end, stream.request_id, ended, finishes))
 
     def forget(self, request_id: str) -> None:
-        """A request is not kept any more; unknown ids are ignored."""
-        if request_id in self._known:
+        """A request is not kept any more, sealed or not; unknown ids are ignored."""
+        if request_id in self._known and not self._is_closed:
             self._known.discard(request_id)
-            if not self._is_sealed:
-                self._queue.put(request_id)
+            self._queue.put(request_id)
 
     def seal(self) -> None:
-        """Write nothing that happens from here on: what runs goes on at the next start."""
+        """Write nothing that happens from here on, but what is forgotten: what runs goes on at the
+        next start."""
         self._is_sealed = True
 
     async def recorded(self) -> None:
         """Wait until the disk has all that was handed over, or the journal has failed."""
-        if self.failure is not None or self._is_sealed:
+        if self.failure is not None or self._is_closed:
             return
         if self._next is None:  # all that ask in this turn of the loop wait together
             self._next = self._loop.create_future()
@@ -177,7 +182,7 @@ class Journal:
     def _hand_over(self, done: asyncio.Future[None]) -> None:
         """Have this future set when all that was handed over before is on disk."""
         self._next = None
-        if self.failure is not None or self._is_sealed:
+        if self.failure is not None or self._is_closed:
             done.set_result(None)
             return
         late = f"the disk did not answer within {WAIT_S:g} s"
@@ -185,7 +190,7 @@ class Journal:
         done.add_done_callback(lambda _: timer.cancel())
         done.add_done_callback(self._waiting.discard)
         self._waiting.add(done)
-        self._put(done)
+        self._queue.put(done)
         self._is_urgent.set()
 
     async def close(self, *, is_orderly: bool = True) -> None:
@@ -193,7 +198,7 @@ class Journal:
 
         is_orderly  no request is to blame for the end: what runs has not been tried in vain
         """
-        self._is_sealed = True
+        self._is_sealed = self._is_closed = True
         if is_orderly:
             self._queue.put(self._clear_tries)
         self._queue.put(None)
@@ -227,7 +232,8 @@ class Journal:
             while None not in items:
                 items = self._gather()
                 self._write(items)
-                if self._store.has_deleted and time.monotonic() >= self._erase_at:
+                is_last = None in items
+                if self._store.has_deleted and (is_last or time.monotonic() >= self._erase_at):
                     self._erase()
         except Exception as e:
             is_disk = isinstance(e, sqlite3.Error | OSError)

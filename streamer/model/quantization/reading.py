@@ -57,6 +57,12 @@ def names(value: Any, field: str) -> list[str]:
     return found
 
 
+def _compiled(text: str, timeout: float) -> Any:
+    del timeout  # compiling has none
+    re.compile(text)  # what that of the package knows beyond is no pattern of transformers
+    return regex.compile(text)
+
+
 class Pattern:
     """One of Patterns, on whose clock it is compiled and matched."""
 
@@ -66,14 +72,11 @@ class Pattern:
         if (wrong := fault(text)) is not None:
             raise self._wrong(wrong)
         try:
-            began_s, _ = clock.begin()
-            re.compile(text)  # what that of the package knows beyond is no pattern of transformers
-            self._compiled = TimedPattern(regex.compile(text), clock)
+            self._compiled = TimedPattern(clock.run(_compiled, text), clock)
         except TimeoutError as e:
             raise self._late() from e
         except (re.error, regex.error, RecursionError, OverflowError) as e:
             raise self._wrong(f"is no pattern: {e}") from e
-        clock.end(began_s)
 
     def matches(self, name: str) -> bool:
         """Whether a name begins so."""

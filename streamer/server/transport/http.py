@@ -159,6 +159,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 cycle.message_event.set()
         super().connection_lost(exc)
 
+    def shutdown(self) -> None:
+        """The server stops: a request that has its answer is not read to its end."""
+        super().shutdown()
+        if self.transport.is_closing():
+            self._connection.end_request()
+
     def data_received(self, data: bytes) -> None:
         """Feed the parser, part by part."""
         self._connection.receive(data, self._parse)

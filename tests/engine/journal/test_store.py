@@ -477,7 +477,22 @@ def test_altered_bytes_lose_records_but_alter_none(tmp_path: Path) -> None:
     assert num_redrawn
 
 
-def _read(folder: Path) -> list[tuple[str, object]]:
+@pytest.mark.parametrize("table", ["requests", "parts"])
+def test_a_damaged_id_loses_its_own_row(tmp_path: Path, table: str) -> None:
+    """It is no UTF-8, which ended the reading: all rows behind it were lost, and ends with them."""
+    fill(tmp_path)
+    read_journal(tmp_path)  # moves the steps into parts
+    with sqlite3.connect(tmp_path / FILE) as db:
+        db.execute(f"UPDATE {table} SET id = CAST(x'e1' AS TEXT) WHERE id = 'a'")
+    db.close()
+    *others, (name, saved) = _read(tmp_path)
+    assert [(other, each.tail.tokens) for other, each in others] == [("a", [[]])] * (
+        table == "parts"
+    )
+    assert (name, saved.tail.tokens[1][-1], saved.tail.finishes[1].stop) == ("b", 206, "x")
+
+
+def _read(folder: Path) -> list[tuple[str, Saved]]:
     return [(saved.request_id, saved) for saved in read_journal(folder)]
 
 

@@ -202,6 +202,11 @@ SLOW = {
         changed(TAGS, "tool_calls", content_args={"string_delims": [["<", ">"]]}),
         "<|call>call:f" + "<" * 60_000 + "<call|>", " Then.",
     ),
+    # A pattern of transformers' own, for keys without quotes.
+    "keys": (TAGS, "<|call>call:f{a:" + '\\"' * 8000 + "<call|>", " Then."),
+    "strings put back": (
+        TAGS, "<|call>call:f[" + ",".join(['<|"|><|"|>'] * 16_000) + "]<call|>", " Then.",
+    ),
     "inner": (
         changed(XML, "tool_calls", content="kv-lines", content_args={"value_parser": {
             "name": "xml-inline", "args": {"tag_pattern": "(?P<key>(?:a|a)*)[bc](?P<value>.)"}}}),
@@ -221,6 +226,15 @@ def test_patterns_that_take_too_long_end_the_reading_not_the_server(name: str) -
     spaces = str.maketrans("", "", " \n")
     said = (found["thought"] + found["text"]).translate(spaces)
     assert said == (answer + rest).removeprefix("<think>").translate(spaces)
+
+
+def test_marks_without_text_do_not_open_a_field_again_and_again() -> None:
+    marks = {"open_pattern": "(?=b)", "close_pattern": "(?=b)", "content": "json"}
+    template = {**XML, "fields": {**XML["fields"], "thinking": marks}}
+    reader = loaded(template).reader("", [])
+    found = reader.feed("aaab, then")
+    assert len(found) < 10  # 7,000 in the time of its patterns
+    assert "".join(each.text for each in found if each.kind == "text") == "aaab, then"
 
 
 def test_what_a_version_of_transformers_raises_ends_the_reading_not_the_server(

@@ -71,6 +71,19 @@ def test_the_rest_of_a_refused_head_is_waited_for_as_long_as_for_a_head(
             send_slowly(raw)
 
 
+def test_a_refused_connection_that_is_kept_does_not_hold_up_a_stop(
+    server_with: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = server_with(api_key=("mine",))
+    with dial(server) as head, dial(server) as body:
+        head.sendall(START + b"Host: twice\r\n\r\n")
+        assert read_to_end(head).startswith(b"HTTP/1.1 400 ")
+        body.sendall(POST % 9 + b"{")
+        assert next_answer(body).split()[1] == b"401"
+        server.stop()
+    assert "timeout graceful shutdown exceeded" not in caplog.text
+
+
 def answer_to(server: Running, request: bytes) -> bytes:
     """The whole answer to these bytes, to the connection's end."""
     with dial(server) as raw:
