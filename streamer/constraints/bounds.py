@@ -8,7 +8,12 @@ that meet those of their product: 99,991 takes 1.1 s, 99,999,989 minutes (2026-1
 
 Parts of a regular expression that may be left out take the square of their number: `a?b?` 8,000
 times 1.4 s, 30,000 times 26 s, which nothing can stop; so do characters of a class, 30,000 0.5 s.
-While a text of 100 KB is forced, each mask takes 18 ms, of 32 KB 6 (2026-11-23). Pure.
+While a text of 100 KB is forced, each mask takes 18 ms, of 32 KB 6 (2026-11-23).
+
+Rules of a Lark grammar that name others may be ambiguous, and each mask takes the second to third
+power of their number: 20 rules that name two of them in 300 ways took minutes, before any limit of
+llguidance's was seen. With MAX_REFERENCES and grammars.LARK_LIMITS the worst of 30 kinds took 0.4 s
+(2026-11-26). With parameters (`rule::`) a text of 1 KB has 2^32 rules. Pure.
 """
 
 from __future__ import annotations
@@ -37,6 +42,8 @@ TOO_LONG: Final = (
     "its regular expressions are too long to compile: one may have "
     f"{MAX_OPTIONAL} groups and repetitions, or {MAX_BYTES} bytes, several less each"
 )
+MAX_REFERENCES: Final = 600  # SQL's SELECT has 90
+TOO_AMBIGUOUS: Final = f"its rules name rules more than {MAX_REFERENCES} times"
 # Keywords that say nothing of a value: beside a reference they intersect nothing.
 _NOTES = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 _NOTES |= {"$id", "$schema", "$comment", "$anchor", "$defs", "definitions"}
@@ -49,6 +56,7 @@ _OPTIONAL = re.compile(r"[?*+{(]")
 _DEFINITION = re.compile(r"^[ \t]*[?!_]*(\w+)[^:\n\"/]*:", re.MULTILINE)
 _PARTS = re.compile(r'"(?:\\.|[^"\\\n])*"|(?P<regex>/(?:\\.|[^/\\\n])+/)|(?P<name>\w+)|[?*+{(]')
 _SCHEMA = re.compile(r"%json\s*")
+_REFERENCE = re.compile(r"(?<![%\w.])_?[a-z]\w*")
 _DECODER = json.JSONDecoder()
 
 
@@ -170,9 +178,14 @@ def lark_too_costly(text: str) -> str | None:
             schemas.append(_DECODER.raw_decode(text, match.end())[0])
         except (ValueError, RecursionError):  # what it is wrong with, llguidance says
             continue
-    found = _CROSSING.findall(_TEXTS.sub("", text))
-    if len(found) > MAX_CROSSED:
+    operators = _TEXTS.sub("", text)
+    if len(_CROSSING.findall(operators)) > MAX_CROSSED:
         return TOO_MANY
+    if "::" in operators:
+        return "it has rules with parameters (::)"
+    own = sum(each[1].islower() for each in _DEFINITION.finditer(operators))
+    if len(_REFERENCE.findall(operators)) - own > MAX_REFERENCES:
+        return TOO_AMBIGUOUS
     try:
         is_long = _lark_share(text) > 1
     except CycleError as error:

@@ -49,6 +49,9 @@ LIMITS: Mapping[str, Any] = {
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
+# Of a Lark text, which may be ambiguous (bounds.py). A mask of SQL's SELECT, which is, has up to
+# 2,500 items over a vocabulary of 100,000, and a row fewer than 300.
+LARK_LIMITS = {**LIMITS, "step_max_items": 5_000, "max_items_in_row": 2_000}
 BEFORE = "\n"
 JSON_OBJECT = '{"type":"object"}'
 _NAMES = {
@@ -256,7 +259,7 @@ class Grammars:
             raise refusal(grammar, "the model has no token that ends an answer")
         self._tokens()
         began_s = time.thread_time()
-        matcher = self._matcher(source_of(grammar, self.vocabulary.special))
+        matcher = self._matcher(grammar, source_of(grammar, self.vocabulary.special))
         if matcher.is_error():
             error = matcher.get_error()
             if grammar.kind == "json" and NO_VALUE in error:
@@ -264,10 +267,10 @@ class Grammars:
             raise refusal(grammar, error)
         return Compiled(matcher, time.thread_time() - began_s, grammar)
 
-    def _matcher(self, source: str) -> llguidance.LLMatcher:
+    def _matcher(self, grammar: Grammar, source: str) -> llguidance.LLMatcher:
         import llguidance
 
-        limits = llguidance.LLParserLimits(**LIMITS)
+        limits = llguidance.LLParserLimits(**(LARK_LIMITS if grammar.kind == "grammar" else LIMITS))
         matcher = llguidance.LLMatcher(self._tokens(), source, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # limits of the first step are found here, not in it
@@ -280,7 +283,7 @@ class Grammars:
             if time.thread_time() > end_s:
                 break
             other = msgspec.structs.replace(grammar, text=msgspec.json.encode(schema).decode())
-            if not self._matcher(source_of(other, {})).is_error():
+            if not self._matcher(other, source_of(other, {})).is_error():
                 return f", by {place}"
         return ""
 

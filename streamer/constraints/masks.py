@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from streamer.constraints.grammars import Compiled, Vocabulary
+from streamer.constraints.grammars import SLOW_S, Compiled, Vocabulary
 from streamer.constraints.reasoning import Place
 from streamer.core.plan import RowJoin
 
@@ -122,9 +122,15 @@ class Constraint:
         if self.is_slow or (self._behind and self.is_end(self._behind[-1])):
             return ()
         matcher = self.advance()
-        if matcher is not None:
-            return tuple(matcher.compute_ff_tokens())
-        return () if self.place is None else self.place.closing
+        if matcher is None:
+            return () if self.place is None else self.place.closing
+        if self.is_slow:  # to follow the last token was
+            return ()
+        began_s = time.thread_time()
+        found = tuple(matcher.compute_ff_tokens())
+        if (took_s := time.thread_time() - began_s) > SLOW_S:
+            self.took(took_s, 1)
+        return found
 
     def fill(self, words: Words, position: int, tokens: Sequence[int]) -> None:
         """What may come at this position and after each of the tokens [1 + tokens, words]; to be

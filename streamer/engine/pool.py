@@ -35,13 +35,17 @@ class _Call:
     """One call: made and ended on the loop, run in a thread.
 
     began_s   when a thread took it (time.monotonic), None before
+    on_free   called on the loop when no thread has it any more
     """
 
-    __slots__ = ("began_s", "future", "is_given_up", "work")
+    __slots__ = ("began_s", "future", "is_given_up", "on_free", "work")
 
-    def __init__(self, work: Callable[[], Any], future: asyncio.Future[Any]) -> None:
+    def __init__(
+        self, work: Callable[[], Any], future: asyncio.Future[Any], on_free: Callable[[], None]
+    ) -> None:
         self.work = work
         self.future = future
+        self.on_free = on_free
         self.began_s: float | None = None
         self.is_given_up = False
 
@@ -92,11 +96,13 @@ class _Worker:
 
     def _post_result(self, call: _Call, result: object, error: BaseException | None) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits
-            call.future.get_loop().call_soon_threadsafe(_settle, call.future, result, error)
+            call.future.get_loop().call_soon_threadsafe(_settle, call, result, error)
 
 
-def _settle(future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
-    """Set the result or error of a call whose caller still waits."""
+def _settle(call: _Call, result: object, error: BaseException | None) -> None:
+    """No thread has the call any more: set its result or error, if its caller still waits."""
+    call.on_free()
+    future = call.future
     if future.done():
         return
     if error is None:
@@ -128,12 +134,16 @@ class Pool:
         self._end: EngineDead | None = None
         self.is_hung = False
 
-    async def run(self, work: Callable[[], T]) -> T:
+    async def run(self, work: Callable[[], T], on_free: Callable[[], None] = lambda: None) -> T:
         """Run `work` in a thread: its result or error.
 
         Raises RequestFailed if the work is given up, and after `close` the error given there.
+
+        on_free  called when no thread has it any more: later than its caller gives it up, or it is
+                 given up, where it is native code, which nothing interrupts
         """
         if self._end is not None:
+            on_free()
             raise fresh_copy(self._end)
         if not self._workers:
             names = (f"streamer-encode_{i}" for i in range(self._num_threads))
@@ -141,7 +151,7 @@ class Pool:
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._waiting.add(future)
         future.add_done_callback(self._waiting.discard)
-        self._calls.put(_Call(work, future))
+        self._calls.put(_Call(work, future, on_free))
         if self._check is None and self._limit_s:
             self._check_later()
         return await future

@@ -21,7 +21,8 @@ NUM_THREADS = 2
 # Longer prompts are hashed in the pool, where they are encoded anyway.
 INLINE_TOKENS = 4096
 # Characters or tokens that take about 20 ms. Longer ones go one at a time, and tenants take turns:
-# a short one always finds a thread (eight texts of 4 MiB kept both for 2.2 s).
+# a short one always finds a thread (eight texts of 4 MiB kept both for 2.2 s). One that is given up
+# keeps its turn until its thread is free: two grammars that took minutes had both.
 LONG = 1 << 16
 REMEMBERED = 8  # long prompts between their encoding and their submit; megabytes each
 
@@ -91,8 +92,18 @@ class Prompts:
         if size <= LONG:
             return await self._pool.run(work)
         turn = self._turns.setdefault(salt.partition(b":")[0], asyncio.Lock())
-        async with turn, self._long:
-            return await self._pool.run(work)
+        await turn.acquire()
+        try:
+            await self._long.acquire()
+        except asyncio.CancelledError:
+            turn.release()
+            raise
+
+        def free() -> None:
+            self._long.release()
+            turn.release()
+
+        return await self._pool.run(work, free)
 
     async def compiled(self, work: Callable[[], T], field: str, size: int, salt: bytes) -> T:
         """Run work that compiles a grammar, in turns with other long work.

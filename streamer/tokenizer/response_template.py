@@ -16,7 +16,6 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
-import regex
 
 from streamer.tokenizer.patterns import Clock, TimedPattern, fault
 
@@ -86,7 +85,7 @@ def load_template(given: Any) -> ResponseTemplate | None:
     try:
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
-        _time_content_parsers()
+        _regex()
         for text in _patterns(given):
             if (wrong := fault(text)) is not None:
                 raise ValueError(f"the pattern {text[:80]!r} {wrong}")
@@ -208,29 +207,39 @@ class _Regex(threading.local):
 
     clock: Clock | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(regex, name)
-        return partial(self._match, found) if name in MATCHING else found
+    def __init__(self, package: Any) -> None:
+        self._package = package
 
-    def _match(self, find: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._package, name)
+        return partial(self._match, name, found) if name in MATCHING else found
+
+    def _match(self, name: str, find: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.clock is None:
             return find(*args, **kwargs)
-        if find is regex.finditer:
+        if name == "finditer":
             return self.clock.run(lambda *at, **how: list(find(*at, **how)), *args, **kwargs)
         return self.clock.run(find, *args, **kwargs)
 
 
-_regex = _Regex()
-
-
-def _time_content_parsers() -> None:
-    """Give transformers' content parsers our `regex`: their own patterns may be quadratic, too."""
+@cache
+def _regex() -> _Regex:
+    """Given to transformers' content parsers with the first call: their own patterns may be
+    quadratic, too."""
+    import regex
     from transformers.utils.chat_parsing import content_parsers
 
     theirs: Any = content_parsers
-    if theirs.re not in (regex, _regex):
+    if theirs.re is not regex:
         raise ImportError("transformers matches with another package than regex")
-    theirs.re = _regex
+    theirs.re = _Regex(regex)
+    return theirs.re
+
+
+def _check_strings(text: str, args: Mapping[str, Any]) -> None:
+    """TimeoutError if a field's content has more strings than can be put back in time."""
+    if sum(map(text.count, _string_marks(args))) * len(text) > MAX_PASSED:
+        raise TimeoutError
 
 
 def _string_marks(args: Mapping[str, Any]) -> Iterator[str]:
@@ -287,17 +296,15 @@ def _parser_class() -> Any:
             before = len(events)
             try:
                 if field is not None:
-                    marks = _string_marks(self._spec.fields[field].content_args)
-                    if sum(map(self._body.count, marks)) * len(self._body) > MAX_PASSED:
-                        raise TimeoutError
-                _regex.clock = self.clock
+                    _check_strings(self._body, self._spec.fields[field].content_args)
+                _regex().clock = self.clock
                 super()._close_current(events)
             except Exception:
                 del events[before:]
                 events.append({"type": "region_close", "field": field, "value": None})
                 self._reset_to_implicit()
             finally:
-                _regex.clock = None
+                _regex().clock = None
             for event in events[before:]:
                 event["raw"] = raw
 

@@ -9,7 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from streamer.constraints.bounds import MAX_BYTES, MAX_CROSSED, lark_too_costly, too_costly
+from streamer.constraints.bounds import (
+    MAX_BYTES,
+    MAX_CROSSED,
+    MAX_REFERENCES,
+    lark_too_costly,
+    too_costly,
+)
 from streamer.constraints.grammars import Grammars, Vocabulary
 from streamer.constraints.lark import Lark, Marks, TooLong
 from streamer.core.sampling import Grammar
@@ -73,6 +79,31 @@ def test_operators_of_lark_are_counted_where_they_are_operators() -> None:
     )
     nested = "start: %json " + msgspec.json.encode({"allOf": PATTERNS}).decode() + "\n"
     assert lark_too_costly(nested)
+
+
+# As many refer to others as a SELECT of SQL has; as a whole language may have of texts.
+PLAIN_LARK = "start: (a | b)+\na: " + " | ".join(f'"x{i}" b?' for i in range(90))
+PLAIN_LARK += "\nb[max_tokens=3]: B -> name\nB: " + " | ".join(f'"y{i}::"' for i in range(1900))
+PAIRS = [f"n{i % 20} n{i // 20 % 20}" for i in range(MAX_REFERENCES)]
+AMBIGUOUS = {
+    "parameters": ('start: n::0\nn::_: "a" n::set_bit(0) %if bit_clear(0) | ""', "parameters"),
+    "many ways": (
+        "start: n0\n" + "\n".join(f"n{i}: {' | '.join(PAIRS)} | " for i in range(20)),
+        "name rules more than",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_rules_that_may_be_followed_in_too_many_ways_are_refused(name: str) -> None:
+    """The first mask of one of 1 KB took minutes, and two of them ended the engine."""
+    text, says = AMBIGUOUS[name]
+    with pytest.raises(InvalidRequest, match=says):
+        grammars_of_bytes().compile(Grammar("grammar", text))
+
+
+def test_rules_of_an_ordinary_lark_grammar_are_not() -> None:
+    grammars_of_bytes().compile(Grammar("grammar", PLAIN_LARK))
 
 
 MULTIPLES: list[Any] = [

@@ -221,5 +221,19 @@ def test_a_text_that_never_ends_is_an_error_where_its_matcher_gives_up(grammars:
             break
         row.drew(ord("a"))
     says = "the answer can't follow the Lark grammar any further: parser error: Too many items"
-    assert filled.errors[0].startswith(f"{says} (limit {module.LIMITS['step_max_items']}; ")
+    assert filled.errors[0].startswith(f"{says} (limit {module.LARK_LIMITS['step_max_items']}; ")
     assert not filled.words.any()
+
+
+def test_what_must_come_is_not_looked_for_where_that_may_take_long(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step waits for it: one grammar's took half a minute."""
+    join = RowJoin(0, "r", 0, (1,), 1, 0, (), SamplingParams(), frozenset((END,)))
+    for slow_s, expected in ((1.0, tuple(b"bc")), (-1.0, ())):
+        compiled = grammars.compile(Grammar("regex", f"abc{'d' * (slow_s > 0)}?"))
+        row = Constraint(compiled, join, grammars.vocabulary, SIZE)
+        monkeypatch.setattr(module, "SLOW_S", slow_s)
+        row.drew(ord("a"))
+        assert row.forced[:2] == expected
+        assert row.is_slow == (slow_s < 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -56,3 +57,29 @@ async def test_a_grammar_that_takes_too_long_is_its_callers_mistake() -> None:
             assert await prompts.compiled(lambda: 7, "tools", 5, b"") == 7
     finally:
         prompts.close(EngineDead("closed"))
+
+
+async def test_long_work_that_nothing_ends_has_its_turn_until_its_thread_is_free() -> None:
+    """Two grammars of one key had both threads, which ended the engine."""
+    gate, hung = threading.Event(), list[object]()
+    prompts = Prompts(0.1, hung.append)
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            with pytest.raises(InvalidRequest, match="too long"):
+                await prompts.compiled(lambda: stubborn(gate), "grammar", 5, b"one:")
+            second = asyncio.create_task(prompts.compiled(lambda: 2, "grammar", 5, b"one:"))
+            other = asyncio.create_task(prompts.compiled(lambda: 3, "grammar", 5, b"other:"))
+            await asyncio.sleep(0.5)
+            assert not any((second.done(), other.done(), hung))
+            assert await prompts.run(lambda: 1) == 1
+            gate.set()
+            assert (await second, await other) == (2, 3)
+    finally:
+        gate.set()
+        prompts.close(EngineDead("closed"))
+
+
+def stubborn(gate: threading.Event) -> None:
+    while not gate.is_set():
+        with contextlib.suppress(BaseException):
+            gate.wait(0.01)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import sqlite3
 import time
 from pathlib import Path
@@ -410,39 +409,6 @@ async def test_tokens_of_a_deleted_answer_leave_the_file_though_another_is_kept(
         with sqlite3.connect(tmp_path / FILE) as db:
             assert db.execute("SELECT count(*) FROM steps").fetchone() == (0,)
         db.close()
-
-
-async def test_what_was_just_deleted_is_erased_when_the_server_ends(tmp_path: Path) -> None:
-    """Another answer runs, and an erasing is not long ago."""
-    gated = GatedEngine(journal=str(tmp_path))
-    async with gated.engine as engine:
-        assert engine.journal is not None
-        names = ("kept", "first", "second")
-        streams = [engine.submit(durable(name, max_tokens=50)) for name in names]
-        for name, num_tokens in (("first", 5), ("second", 10)):
-            gated.gate.allow(5)
-            await asyncio.gather(*(until(s, num_tokens - 1) for s in streams if not s.is_finished))
-            await engine.journal.recorded()
-            engine.forget(name)
-            await engine.journal.recorded()
-        await engine.journal.close()
-        with sqlite3.connect(tmp_path / FILE) as db:
-            assert db.execute("SELECT count(*) FROM steps").fetchone() == (0,)
-        db.close()
-        gated.gate.open()
-    assert [saved.request_id for saved in read_journal(tmp_path)] == ["kept"]
-
-
-async def test_what_is_deleted_after_a_drain_does_not_come_back(tmp_path: Path) -> None:
-    async with make_engine(journal=str(tmp_path / "a"), tokens_per_s=100.0) as engine:
-        await end_of(engine.submit(durable("deleted", max_tokens=3)))
-        await until(engine.submit(durable("kept", max_tokens=60)), 3)
-        await engine.drain(0.05)
-        engine.forget("deleted")
-        await engine.recorded()
-        shutil.copytree(tmp_path / "a", tmp_path / "b")  # as a kill leaves it
-    for folder in ("a", "b"):
-        assert [saved.request_id for saved in read_journal(tmp_path / folder)] == ["kept"]
 
 
 @pytest.mark.parametrize("bound", [{"retain_s": 0.0}, {"retain_bytes": 0}])
