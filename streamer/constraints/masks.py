@@ -124,7 +124,7 @@ class Constraint:
         matcher = self.advance()
         if matcher is None:
             return () if self.place is None else self.place.closing
-        if self.is_slow:  # to follow the last token was
+        if self._compiled is not None and self._compiled.is_slow:  # to follow the last token was
             return ()
         began_s = time.thread_time()
         found = tuple(matcher.compute_ff_tokens())

@@ -232,8 +232,8 @@ def _regex() -> _Regex:
     theirs: Any = content_parsers
     if theirs.re is not regex:
         raise ImportError("transformers matches with another package than regex")
-    theirs.re = _Regex(regex)
-    return theirs.re
+    timed = theirs.re = _Regex(regex)
+    return timed
 
 
 def _check_strings(text: str, args: Mapping[str, Any]) -> None:
