@@ -2,8 +2,10 @@
 
 Matrices of a decoder are stored in each format, their values random, and read back as the loader
 does: the file into memory (WeightFiles), the format's codes and scales out of it, those into the
-kernels' panels. Rates are of stored bytes, so that reading, the lower bound, stands beside each.
-The fastest run counts. A dense matrix, and one that is quantized meanwhile, are the last rows.
+kernels' panels. Rates are of stored bytes, so that two lower bounds stand beside each: reading into
+memory that was used before, as the loader reads a tensor, and reading all of the file into memory
+that the system has to clear first, as it has to for the panels. The fastest run counts. A dense
+matrix, and one that is quantized meanwhile, are the last rows.
 """
 
 from __future__ import annotations
@@ -45,10 +47,12 @@ class Stored(NamedTuple):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """One format: bytes of the file, and seconds of reading it, of parsing and of packing."""
+    """One format: bytes of the file, and seconds of reading it into new memory, of reading a tensor
+    after the other, of parsing and of packing into new memory."""
 
     name: str
     stored: int
+    read_new: float
     read: float
     parse: float
     pack: float
@@ -130,9 +134,11 @@ def measure(name: str, scheme: Scheme, layers: int, repeats: int) -> Measured:
             ]
             stored = file.tell()
         with closing(WeightFiles(Path(folder))) as files, torch.inference_mode():
-            runs = [load(files, scheme, matrices) for _ in range(repeats)]
-    read, parse, pack = (min(column) for column in zip(*runs, strict=True))
-    return Measured(name, stored, read, parse, pack)
+            runs = [
+                (read_new(Path(folder) / FILE), *load(files, scheme, matrices))
+                for _ in range(repeats)
+            ]
+    return Measured(name, stored, *map(min, zip(*runs, strict=True)))
 
 
 def write(
@@ -181,6 +187,22 @@ def random_values(
     return numbers(0, 0x7E if kind == torch.float8_e4m3fn else 256, count * kind.itemsize)
 
 
+def read_new(path: Path) -> float:
+    """Seconds of reading a file whole into memory as the panels' is, which nothing used before."""
+    import torch
+
+    from streamer.kernels.cpu.memory import CHUNK, in_huge_pages
+
+    with path.open("rb", buffering=0) as file:
+        size = path.stat().st_size
+        memory = in_huge_pages(torch.empty(max(size, CHUNK), dtype=torch.uint8))
+        left = memory.numpy()[:size].data
+        start = time.perf_counter()
+        while left:
+            left = left[file.readinto(left) :]
+        return time.perf_counter() - start
+
+
 def load(
     files: WeightFiles, scheme: Scheme, matrices: Sequence[Stored]
 ) -> tuple[float, float, float]:
@@ -216,11 +238,12 @@ def load(
 def table(found: Sequence[Measured]) -> list[tuple[str, ...]]:
     """Rows of text: gigabytes of the file a second."""
     rows: list[tuple[str, ...]] = [
-        ("format", "MB", "read, GB/s", "parse", "pack", "both", "/ read")
+        ("format", "MB", "read, GB/s", "new", "parse", "pack", "both", "/ new")
     ]
     for one in found:
         both = one.parse + one.pack
-        rates = [one.stored / s / 1e9 for s in (one.read, one.parse, one.pack, both)]
+        seconds = (one.read, one.read_new, one.parse, one.pack, both)
+        rates = [one.stored / s / 1e9 for s in seconds]
         shown = ["-" if rate > MAX_RATE else f"{rate:.1f}" for rate in rates]
-        rows.append((one.name, f"{one.stored / 1e6:.0f}", *shown, f"{one.read / both:.2f}"))
+        rows.append((one.name, f"{one.stored / 1e6:.0f}", *shown, f"{one.read_new / both:.2f}"))
     return rows
