@@ -553,7 +553,7 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """
     known = {s.variable for s in settings()} | {FILE_VARIABLE, KERNELS_VARIABLE}
     return [
-        f"environment variable {variable} is not a setting{_hint(variable, sorted(known))}"
+        f"environment variable {variable} is not a setting{hint(variable, sorted(known))}"
         for variable in sorted(environment)
         if variable.startswith(ENVIRONMENT_PREFIX)
         and variable not in known
@@ -590,11 +590,11 @@ def _from_file(known: Mapping[str, Setting], file: Path) -> dict[str, Any]:
     for key, raw in table.items():
         setting = known.get(key)
         if setting is None:
-            raise ConfigError(f"{file}: {key} is not a setting{_hint(key, known)}", param=key)
+            raise ConfigError(f"{file}: {key} is not a setting{hint(key, known)}", param=key)
         values[key] = setting.parse(raw, where=f"{file}: {key}", is_text=False)
     return values
 
 
-def _hint(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+def hint(name: str, known: Iterable[str]) -> str:
+    """What a misspelt name may mean, or nothing."""
+    return "".join(f"; did you mean {c}?" for c in difflib.get_close_matches(name, [*known], n=1))

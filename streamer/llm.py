@@ -137,9 +137,10 @@ class LLM:
     ) -> list[Output]:
         """Like generate, for conversations (or one: a list of messages)."""
         is_one = bool(conversations) and isinstance(conversations[0], Mapping)
-        return self._all(
-            self._encode_chat, [conversations] if is_one else conversations, params, progress
-        )
+        given = [conversations] if is_one else conversations
+        for messages in given:
+            _check_messages(messages)
+        return self._all(self._encode_chat, given, params, progress)
 
     def close(self) -> None:
         """Free the model; what other threads wait for ends with EngineDead.
@@ -301,6 +302,20 @@ class _Room:
         finally:
             self.num_free += n
             self._freed.set()
+
+
+def _check_messages(messages: object) -> None:
+    """InvalidRequest for what is no list of messages, each with a role, and a content or calls."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        like = '[{"role": "user", "content": "hi"}]'
+        raise InvalidRequest(f"a conversation is a list such as {like}", param="messages")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InvalidRequest(f"messages[{i}] must be an object", param=f"messages[{i}]")
+        wanted = ["role"] if message.get("tool_calls") else ["role", "content"]
+        if missing := next((name for name in wanted if message.get(name) is None), None):
+            where = f"messages[{i}].{missing}"
+            raise InvalidRequest(f"{where} is required", param=where, code="missing_field")
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
+from typing import Any
 
 import pytest
 
@@ -71,6 +72,21 @@ def test_conversations(llm: LLM) -> None:
     chat = [{"role": "user", "content": "count to 3"}]
     assert [o.text for o in llm.chat(chat)] == [expected_text(3)]
     assert [o.text for o in llm.chat([chat, chat])] == [expected_text(3)] * 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ("hi", "a conversation is a list such as"),
+        ([["hi"]], r"messages\[0\] must be an object"),
+        ([{"role": "user"}], r"messages\[0\].content is required"),
+        ([[{"role": "user", "content": "a"}, {"content": "b"}]], r"messages\[1\].role is required"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(llm: LLM, wrong: Any, says: str) -> None:
+    """It was an AttributeError of the engine's own, or answered."""
+    with pytest.raises(InvalidRequest, match=says):
+        llm.chat(wrong)
 
 
 def test_each_prompt_may_have_its_own_params(llm: LLM) -> None:

@@ -16,13 +16,16 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from streamer.config import Config, Setting, load_config, settings, unknown_variables
+from streamer.config import Config, Setting, hint, load_config, settings, unknown_variables
 from streamer.core.sampling import PARAMETERS, SamplingParams
 from streamer.errors import ConfigError, InvalidRequest
 
 log = logging.getLogger(__name__)
 
 FLAGGED = tuple(p for p in PARAMETERS.values() if p.field.is_flag)
+
+
+UNKNOWN = "unrecognized arguments: "  # argparse's words
 
 
 class UsageError(Exception):
@@ -37,6 +40,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """One line and exit code 2; the full usage would bury the message under forty flags."""
+        if message.startswith(UNKNOWN):
+            first = message.removeprefix(UNKNOWN).partition(" ")[0].partition("=")[0]
+            message += hint(first, self._option_string_actions)
         self.exit(2, f"{self.prog}: error: {message}\nsee `{self.prog} --help`\n")
 
 

@@ -16,7 +16,7 @@ from tests.server.support.running import Running
 @pytest.mark.parametrize(
     ("path", "body", "status", "param", "code"),
     [
-        ("chat/completions", {}, 400, "messages", "invalid_type"),
+        ("chat/completions", {}, 400, "messages", "missing_field"),
         ("chat/completions", {"messages": []}, 400, "messages", None),
         ("chat/completions", {**CHAT, "model": "x"}, 404, "model", "model_not_found"),
         ("chat/completions", {**CHAT, "store": True}, 400, "store", "unsupported_parameter"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
 import struct
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -120,6 +122,27 @@ def test_one_follower_too_many_is_refused_before_the_200(
     got = httpx.get(server.url + "/v1/engine?stream=true")
     assert (got.status_code, got.json()["error"]["code"]) == (503, "server_overloaded")
     assert got.headers["retry-after"]
+
+
+def test_a_follower_that_reads_nothing_gives_its_place_back(
+    server_with: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(view_feed, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(view_feed, "MAX_FOLLOWERS", 1)
+    server: Running = server_with(model="fake:tokens_per_s=2000", pause_timeout=0.2)
+    host, port = server.url.removeprefix("http://").split(":")
+    with endless(server), socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.connect((host, int(port)))
+        raw.sendall(b"GET /v1/engine?stream=true HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert raw.recv(15) == b"HTTP/1.1 200 OK"
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            with httpx.stream("GET", server.url + "/v1/engine?stream=true", timeout=20) as other:
+                if other.status_code == 200:
+                    return
+            time.sleep(0.05)
+    pytest.fail("it is followed still")
 
 
 def test_followers_end_with_the_server(server_with: Any) -> None:

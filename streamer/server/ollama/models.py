@@ -77,7 +77,9 @@ def _fields(name: str, info: ModelInfo, started: float) -> dict[str, Any]:
 
 def _details(info: ModelInfo) -> Details:
     level = info.quantization.removeprefix("GGUF ") or _TYPES.get(info.dtype, info.dtype.upper())
-    return Details(ARCHITECTURE, [ARCHITECTURE], _size(info.num_parameters), level)
+    is_gguf = info.quantization.startswith("GGUF ")
+    size, form = _size(info.num_parameters), "gguf" if is_gguf else "safetensors"
+    return Details(ARCHITECTURE, [ARCHITECTURE], size, level, form)
 
 
 def _size(num_parameters: int) -> str:

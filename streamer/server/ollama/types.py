@@ -89,7 +89,7 @@ class Details(msgspec.Struct, frozen=True):
     families: list[str]
     parameter_size: str
     quantization_level: str
-    format: str = "safetensors"
+    format: str
     parent_model: str = ""
 
 

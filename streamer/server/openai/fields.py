@@ -140,7 +140,10 @@ class Reader(Generic[T]):
         try:
             found: T = self._decode(data)
             kind = self._plain.get(type(found))
-            return found if kind is None else self._checked(found, kind)
+            found = found if kind is None else self._checked(found, kind)
+            if self._is_packed:
+                _check_json(found)
+            return found
         except msgspec.ValidationError as e:
             raise located(str(e), self._kind, b"" if self._is_packed else data) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
@@ -202,6 +205,18 @@ def _check_known(given: Mapping[str, msgspec.Raw], table: Table, *, is_packed: b
         elif not _is_harmless(small(raw, is_packed=is_packed), rule.harmless):
             faults[name] = rule
     _refuse(faults)
+
+
+def _check_json(body: Any) -> None:
+    """Refuse what MessagePack has and JSON has not, such as keys that are no texts, in a schema,
+    say, which is written as JSON later."""
+    for name in body.__struct_fields__:
+        value = getattr(body, name)
+        if not isinstance(value, str | int | float | None):
+            try:
+                msgspec.json.encode(value)
+            except TypeError as e:
+                raise InvalidRequest(f"{name}: {e}", param=name, code="invalid_type") from None
 
 
 def _numbered(name: str, value: dict[int | str, float] | None) -> dict[int, float] | None:
@@ -266,12 +281,13 @@ def located(
                 are accepted, where they are few, and which key of an object is at fault
     """
     match = _PATH.match(text)
-    if match is None:
-        return InvalidRequest(text, param=missing_field(text), code=code)
-    path, what = match["path"], match["what"]
-    missing = missing_field(what)
-    if missing is not None:
+    path, what = (match["path"], match["what"]) if match is not None else ("", text)
+    if (missing := missing_field(what)) is not None:
         path = f"{path}.{missing}" if path else missing
+        code = "missing_field" if code == "invalid_type" else code
+        return InvalidRequest(f"{path} is required", param=path, code=code)
+    if match is None:
+        return InvalidRequest(text, code=code)
     if kind is not None:
         accepted = sorted(_accepted(kind, path))
         what += f"; accepted: {', '.join(map(repr, accepted))}" if accepted else ""

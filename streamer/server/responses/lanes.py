@@ -206,7 +206,9 @@ class Lanes:
     async def cancel(self, response_id: str | None) -> None:
         """response.cancel: idempotent; a create waiting for its lane is removed from the queue."""
         if response_id is None:
-            raise InvalidRequest("response.cancel requires a response_id", param="response_id")
+            raise InvalidRequest(
+                "response_id is required", param="response_id", code="missing_field"
+            )
         if response_id in self._starting:
             self._starting[response_id] = True
             return

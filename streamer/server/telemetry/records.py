@@ -122,10 +122,12 @@ class Record:
 
     def _look(self, stream: TokenStream) -> None:
         timing = stream.timing
-        if self._queue_s is None and timing.queue_s is not None:
+        # Of a stream that began in another process they would have the time without one.
+        is_ours = not stream.is_restored
+        if is_ours and self._queue_s is None and timing.queue_s is not None:
             self._queue_s = timing.queue_s
             self._metrics.queued(timing.queue_s)
-        if self._first_token_s is None and timing.first_token_s is not None:
+        if is_ours and self._first_token_s is None and timing.first_token_s is not None:
             self._first_token_s = timing.first_token_s
             self._metrics.first_token(timing.first_token_s)
         if stream.is_finished:

@@ -363,7 +363,23 @@ def test_what_only_messagepack_can_say_is_refused_by_name(
     ("event", "param", "code"),
     [
         ({"type": "response.create", "input": 5}, "input", "invalid_type"),
-        ({"type": "response.ack", "response_id": "resp_1"}, "sequence_number", "invalid_type"),
+        (  # was an internal error
+            {
+                "type": "response.create",
+                "input": "x",
+                "tools": [
+                    {"type": "function", "name": "f", "parameters": {"properties": {None: 1}}}
+                ],
+            },
+            "tools",
+            "invalid_type",
+        ),
+        (
+            {"type": "response.create", "input": "x", "metadata": {b"a": "b"}},
+            "metadata",
+            "invalid_type",
+        ),
+        ({"type": "response.ack", "response_id": "resp_1"}, "sequence_number", "missing_field"),
         ({"window": "wide", "type": "session.update"}, "window", "invalid_type"),
         ({"type": "response.sing"}, "type", "unknown_event"),
     ],

@@ -104,6 +104,23 @@ def test_requests_by_reason_and_transport(
     assert news["streamer_queue_seconds_count"] == 1
 
 
+def test_an_answer_over_a_restart_has_no_time_without_a_process(
+    server_with: Any, tmp_path: Path
+) -> None:
+    settings = {"model": "fake:tokens_per_s=50", "journal": str(tmp_path), "drain_timeout": 0.1}
+    first: Running = server_with(**settings)
+    body = {"input": "x", "max_output_tokens": 60, "ignore_eos": True, "background": True}
+    assert httpx.post(first.url + "/v1/responses", json=body).status_code == 200
+    first.wait_metric('streamer_requests{state="running"}', 1)
+    first.stop()
+    server: Running = server_with(**settings)
+    server.wait_idle()
+    found = scrape(server)
+    assert found["streamer_request_seconds_count"] == 1
+    assert "streamer_queue_seconds_count" not in {k for k, v in found.items() if v}
+    assert not found["streamer_time_to_first_token_seconds_count"]
+
+
 @pytest.mark.parametrize("model", ["server", "bundled"])
 def test_one_answer_moves_each_count_once(request: pytest.FixtureRequest, model: str) -> None:
     server = request.getfixturevalue(model)
