@@ -206,7 +206,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
     try:
         options = Options.of(args)
         target = Target.of(options.url, options.api_key)
-        ways = Ways(target, options.model or target.first_model(), options.is_ignoring_eos)
+        try:
+            model = options.model or target.first_model()
+        except OSError as error:
+            raise OSError(f"no server answers at {options.url}: {error}") from None
+        ways = Ways(target, model, options.is_ignoring_eos)
         work, cut = make(options, ways)
         if not work:
             raise ValueError(f"{options.trace} has no requests")
