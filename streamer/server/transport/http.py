@@ -215,6 +215,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         name, value = name.lower(), value.rstrip(b" \t")
         self._num_hosts += name == b"host"
         super().on_header(name, value)
+        if name == b"transfer-encoding" and value.lower() != b"chunked":  # RFC 9112, 6.1
+            says = "a body may be chunked, and have no other transfer coding"
+            self._stop(b"501 Not Implemented", InvalidRequest(says, code="invalid_http"))
         if name == b"expect":  # a list (RFC 9110, 10.1.1); uvicorn knows its one member alone
             members = [member.strip().lower() for member in value.split(b",")]
             self.expect_100_continue |= b"100-continue" in members
@@ -240,6 +243,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_WAITING:
             self.transport.abort()
             raise _Stop
+        if self.url[:1] not in (b"/", b"*"):
+            self._take_host()
         if is_old:  # its clients know no 100 (RFC 9110, 10.1.1)
             self.expect_100_continue = False
         self._is_declined = is_offered and not self._should_upgrade()
@@ -249,6 +254,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._connection.begin_request()
         self._start_timer(BODY_TIMEOUT_S, self._on_slow_body)
         super().on_headers_complete()
+
+    def _take_host(self) -> None:
+        """An absolute target says what the host is, whatever the header says (RFC 9112, 3.2.2)."""
+        target = httptools.parse_url(self.url)
+        if target.host is not None:
+            host = target.host if target.port is None else b"%b:%d" % (target.host, target.port)
+            others = (pair for pair in self.headers if pair[0] != b"host")
+            self.headers[:] = [(b"host", host), *others]
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body; security.py counts these."""

@@ -47,8 +47,9 @@ def answer_to(server: Running, request: bytes) -> bytes:
         (b"GET /?" + b"a&" * 5000 + b" HTTP/1.1\r\n", b"414"),
         (START + b"Host: evil.example\r\n\r\n", b"400"),
         (b"GET /health HTTP/1.1\r\n\r\n", b"400"),
+        (START + b"Transfer-Encoding: gzip, chunked\r\n\r\n", b"501"),
     ],
-    ids=["headers", "target", "hosts", "no host"],
+    ids=["headers", "target", "hosts", "no host", "coding"],
 )
 def test_many_headers_a_long_target_and_two_hosts_or_none_are_refused(
     server: Running, request_: bytes, status: bytes
@@ -56,6 +57,16 @@ def test_many_headers_a_long_target_and_two_hosts_or_none_are_refused(
     head, _, body = answer_to(server, request_).partition(b"\r\n\r\n")
     assert head.split()[1] == status
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("target", "host", "status"), [("evil", "localhost", b"403"), ("localhost", "evil", b"200")]
+)
+def test_the_host_of_an_absolute_target_is_the_requests(
+    server: Running, target: str, host: str, status: bytes
+) -> None:
+    line = f"GET http://{target}/v1/models HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
+    assert answer_to(server, line.encode()).split()[1] == status
 
 
 # ---------------------------------------------------------------- requests ahead
