@@ -232,10 +232,14 @@ def _numbered(name: str, value: dict[int | str, float] | None) -> dict[int, floa
 
 
 def small(raw: msgspec.Raw, *, is_packed: bool = False) -> Any:
-    """A value, to be compared with harmless ones; a large one is LARGE, which equals none."""
+    """A value, to be compared with harmless ones; a large one is LARGE, which equals none, and so
+    is one that can't be decoded: with the body it was only skipped."""
     if len(raw) > MAX_HARMLESS_BYTES:
         return LARGE
-    return (_ANY_PACKED if is_packed else _ANY).decode(raw) if raw else None
+    try:
+        return (_ANY_PACKED if is_packed else _ANY).decode(raw) if raw else None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return LARGE
 
 
 def _is_harmless(value: Any, harmless: tuple[Any, ...]) -> bool:

@@ -230,6 +230,7 @@ class Lanes:
 
     def steer(self, event: SteerEvent, size: int, decode: steering.Decode) -> None:
         """response.steer: end the response at the next token, and continue with this input."""
+        steering.check_encoding(event, decode)
         on_it = [a for a in self._attached if a.stream.request_id == event.previous_response_id]
         if not on_it:
             text = "this response does not stream on this socket"

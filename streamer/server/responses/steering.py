@@ -48,6 +48,16 @@ class Steer(msgspec.Struct, frozen=True):
     size: int
 
 
+def check_encoding(event: SteerEvent, decode: Decode) -> None:
+    """InvalidRequest for an input that can't be decoded: with the event it was only skipped, and a
+    refusal has it as it came."""
+    try:
+        if event.input:
+            decode(event.input)
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise InvalidRequest(f"input: {e}", param="input", code="invalid_event") from None
+
+
 def read_steer(event: SteerEvent, size: int, decode: Decode) -> Steer:
     """The checked input: a text, or messages of the user; InvalidRequest otherwise."""
     if not event.input:

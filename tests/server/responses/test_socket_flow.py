@@ -395,6 +395,16 @@ def test_an_event_at_fault_is_answered_on_its_lane_in_messagepack(
     assert (answer["stream_id"], error["param"], error["code"]) == ("left", param, code)
 
 
+def test_a_steer_whose_input_is_no_text_is_refused(slow: Running) -> None:
+    """It was an internal error: with the event around it, the input is only skipped."""
+    with dial(slow, MSGPACK) as socket:
+        socket.recv(timeout=20)
+        event = {"type": "response.steer", "previous_response_id": "resp_1", "input": "abc"}
+        socket.send(msgspec.msgpack.encode(event).replace(b"abc", b"a\x87c"))
+        error = packed(socket)["error"]
+    assert (error["param"], error["code"]) == ("input", "invalid_event")
+
+
 @pytest.mark.parametrize("token", [7, "7"])
 def test_token_ids_of_a_bias_are_numbers_or_text_in_messagepack(slow: Running, token: Any) -> None:
     with dial(slow, MSGPACK) as socket:
