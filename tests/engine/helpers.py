@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -209,7 +210,8 @@ async def until(engine: AsyncEngine, **counts: int) -> None:
         async with asyncio.timeout(DEADLINE_S):
             while {name: getattr(engine.stats, name) for name in counts} != counts:
                 stepped.clear()
-                await stepped.wait()
+                with contextlib.suppress(TimeoutError):  # an output on its way may know no patch
+                    await asyncio.wait_for(stepped.wait(), 0.05)
 
 
 async def assert_all_back(engine: AsyncEngine) -> None:
