@@ -198,8 +198,8 @@ def read_new(path: Path) -> float:
         memory = in_huge_pages(torch.empty(max(size, CHUNK), dtype=torch.uint8))
         left = memory.numpy()[:size].data
         start = time.perf_counter()
-        while left:
-            left = left[file.readinto(left) :]
+        while left and (count := file.readinto(left)):
+            left = left[count:]
         return time.perf_counter() - start
 
 

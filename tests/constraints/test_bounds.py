@@ -81,7 +81,7 @@ def test_operators_of_lark_are_counted_where_they_are_operators() -> None:
     assert lark_too_costly(nested)
 
 
-# As many refer to others as a SELECT of SQL has; as a whole language may have of texts.
+# 90 references, as a SELECT of SQL has, and a list of 1,900 texts.
 PLAIN_LARK = "start: (a | b)+\na: " + " | ".join(f'"x{i}" b?' for i in range(90))
 PLAIN_LARK += "\nb[max_tokens=3]: B -> name\nB: " + " | ".join(f'"y{i}::"' for i in range(1900))
 PAIRS = [f"n{i % 20} n{i // 20 % 20}" for i in range(MAX_REFERENCES)]

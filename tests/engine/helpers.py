@@ -210,7 +210,7 @@ async def until(engine: AsyncEngine, **counts: int) -> None:
         async with asyncio.timeout(DEADLINE_S):
             while {name: getattr(engine.stats, name) for name in counts} != counts:
                 stepped.clear()
-                with contextlib.suppress(TimeoutError):  # an output on its way may know no patch
+                with contextlib.suppress(TimeoutError):  # one on its way calls the original
                     await asyncio.wait_for(stepped.wait(), 0.05)
 
 
