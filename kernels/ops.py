@@ -92,6 +92,7 @@ class Backend(Protocol):
         is_table: bool = False,
     ) -> Linear:
         """Weights [N_i, K], stacked to [N, K], in the backend's own form; they may be freed.
+        NotFinite for what their codes hold.
 
         bias        [N]
         activation  silu, gelu or gelu_tanh: the first N / 2 outputs are gates, the others their

@@ -19,16 +19,22 @@ import torch
 class Layout:
     """How codes lie in a tensor of a file, from which kernels pack them without a byte for each.
 
-    name     of kernels/cpu/blocks.py
-    shape    [N, K] of the codes
-    is_tall  outputs are the tensor's last dimension, not its first
-    unpack   such a weight's codes, uint8 [N, K]
+    name         of kernels/cpu/blocks.py
+    shape        [N, K] of the codes
+    is_tall      outputs are the tensor's last dimension, not its first
+    has_offsets  beside scales, among its codes
+    unpack       such a weight without a layout
     """
 
     name: str
     shape: tuple[int, int]
     is_tall: bool
-    unpack: Callable[[QuantizedWeight], torch.Tensor]
+    has_offsets: bool
+    unpack: Callable[[QuantizedWeight], QuantizedWeight]
+
+
+class NotFinite(ValueError):
+    """Scales or offsets among a weight's codes are NaN or infinite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,8 @@ class QuantizedWeight:
 
     codes        uint8 [N, K], one a byte, each below 2**bits; value = table[code] where there is a
                  table, else the code. Or float8_e4m3fn [N, K]: bits 8, zero 0, no table, no offsets
-    scales       float32 [N, ceil(K / group)]; the last group may be shorter
+    scales       float32 [N, ceil(K / group)]; the last group may be shorter. Empty where the layout
+                 has them, and offsets, among its codes
     group        16, 32, 64, 128 or K (a scale for each output)
     bits         2 to 8
     zero         the constant zero point of a symmetric format: 8 of Q4_0, 128 of int8 as uint8
@@ -62,11 +69,14 @@ class QuantizedWeight:
         """[N, K]."""
         return self.codes.shape if self.layout is None else torch.Size(self.layout.shape)
 
+    @property
+    def has_offsets(self) -> bool:
+        """Whether groups have offsets, wherever they are."""
+        return self.offsets is not None or (self.layout is not None and self.layout.has_offsets)
+
     def unpacked(self) -> QuantizedWeight:
-        """The same with a byte for each code."""
-        if self.layout is None:
-            return self
-        return dataclasses.replace(self, codes=self.layout.unpack(self), layout=None)
+        """The same with a byte for each code, and scales beside them."""
+        return self if self.layout is None else self.layout.unpack(self)
 
     def to(self, device: torch.device) -> QuantizedWeight:
         """The same on another device."""

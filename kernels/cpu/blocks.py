@@ -1,12 +1,12 @@
-"""Codes as files have them: to one a byte and, of GGUF's blocks, to scales, over blocks.c.
+"""Codes as files have them, to one a byte and, of GGUF's blocks, their scales, over blocks.c.
 
-Called by the parsers in model/gguf and model/quantization, which have the same in torch, for a
-matrix at a time. The linear layers pack codes of these layouts as they are.
+Called by the parsers in model/gguf and model/quantization, which have the same in torch. The linear
+layers pack codes of these layouts as they are; `unpack` is for what they can't.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import dataclasses
 
 import torch
 
@@ -20,29 +20,26 @@ FORMATS = (
 )
 LAYOUTS = ("BYTES", "SIGNED", "NIBBLES", "WORDS", "OUTPUTS", *FORMATS)
 TALL = ("WORDS", "OUTPUTS")
+OFFSETS = ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K")
 
 
 def layout(name: str, n: int, k: int) -> Layout:
     """The layout of codes [n, k]; what each is, blocks.c says."""
-    return Layout(name, (n, k), name in TALL, partial(_codes, name))
+    return Layout(name, (n, k), name in TALL, name in OFFSETS, unpack)
 
 
-def scales_of(
-    name: str, blocks: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None, k: int
-) -> None:
-    """Fill scales and offsets float32 [N, K / group] from rows of a format's blocks."""
-    _issue(name, (blocks, None, scales, offsets, None), blocks.shape[0], k, 0)
-
-
-def _codes(name: str, weight: QuantizedWeight) -> torch.Tensor:
-    n, k = weight.shape
+def unpack(weight: QuantizedWeight) -> QuantizedWeight:
+    """See Layout."""
+    if weight.layout is None:
+        return weight
+    (n, k), name = weight.shape, weight.layout.name
     codes = torch.empty(n, k, dtype=torch.uint8)
-    pointers = (weight.codes.contiguous(), codes, None, None, weight.permutation)
-    _issue(name, pointers, n, k, weight.bits)
-    return codes
-
-
-def _issue(name: str, pointers: tuple[torch.Tensor | None, ...], n: int, k: int, bits: int) -> None:
-    rows = torch.empty(n, 0)
-    sizes = (k, n, LAYOUTS.index(name), bits)
-    issue(Call(Kind.UNPACK, rows, torch.float32, pointers, sizes))
+    scales, offsets = weight.scales, weight.offsets
+    if name in FORMATS:
+        scales = torch.empty(n, k // weight.group)
+        offsets = torch.empty_like(scales) if weight.has_offsets else None
+    beside = (scales, offsets) if name in FORMATS else (None, None)
+    pointers = (weight.codes.contiguous(), codes, *beside, weight.permutation)
+    sizes = (k, n, LAYOUTS.index(name), weight.bits)
+    issue(Call(Kind.UNPACK, codes, torch.float32, pointers, sizes))
+    return dataclasses.replace(weight, codes=codes, scales=scales, offsets=offsets, layout=None)

@@ -13,7 +13,7 @@ import torch
 
 from streamer.kernels.cpu.memory import new_panels
 from streamer.kernels.cpu.program import Call, Kind, issue, new_rows, team
-from streamer.kernels.cpu.quantized_linear import Quantized, Records, merge, widest
+from streamer.kernels.cpu.quantized_linear import Quantized, Records, runs, widest
 from streamer.kernels.weights import QuantizedWeight, Weight, stack
 
 ACTIVATIONS = {None: 0, "silu": 2, "gelu": 3, "gelu_tanh": 4}  # panels.h's flags
@@ -41,17 +41,23 @@ class Dense:
 
     __slots__ = ("_bias", "_packed", "num_bytes", "shape")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, flags: int) -> None:
-        n, k = weight.shape
+    def __init__(
+        self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None, flags: int
+    ) -> None:
+        n, k = sum(len(part) for part in parts), parts[0].shape[1]
         self.shape = (n, k)
         self._bias = bias
-        width = 2 * team.lanes
-        size = width * -(-k // 2) * 2 * weight.element_size()
+        width, dtype = 2 * team.lanes, parts[0].dtype
+        size = width * -(-k // 2) * 2 * dtype.itemsize
         panels = new_panels(n, size, has_gates=flags > ADD)
-        self._packed = panels.view(weight.dtype)
+        self._packed = panels.view(dtype)
         self.num_bytes = panels.numel()
-        weight = weight.contiguous()
-        issue(Call(Kind.PACK, panels, weight.dtype, (weight, self._packed), (k, n), flags=flags))
+        for piece in _dense_pieces(parts, has_gates=flags > ADD):
+            rows = sum(len(part) for part in piece)
+            count = -(-rows // width) if len(piece) == 1 else len(panels)
+            panels, here = panels[count:], panels[:count]
+            pointers = (piece[0], here, *piece[1:])
+            issue(Call(Kind.PACK, here, dtype, pointers, (k, rows), flags=flags))
 
     def multiply(self, x: torch.Tensor, out: torch.Tensor, flags: int, records: Records) -> None:
         """See Matrix."""
@@ -97,6 +103,21 @@ class Linear:
         return matrix.rows(tokens)
 
 
+def _dense_pieces(
+    parts: Sequence[torch.Tensor], *, has_gates: bool
+) -> list[tuple[torch.Tensor, ...]]:
+    """See quantized_linear.pieces_of."""
+    parts = [part.contiguous() for part in parts]
+    if not has_gates:
+        if all(len(part) % (2 * team.lanes) == 0 for part in parts[:-1]):
+            return [(part,) for part in parts]
+        return [(torch.cat(parts),)]
+    if len(parts) == 2 and len(parts[0]) == len(parts[1]):
+        return [tuple(parts)]
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return [tuple(whole.chunk(2))]
+
+
 def embedding(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """See Backend.embedding."""
     out = new_rows(tokens, table.shape[1], dtype=table.dtype)
@@ -125,19 +146,21 @@ def pack_weight(
     """See Backend.pack_weight; a layer of gates takes the wider of two forms for both."""
     del is_table  # rows are read from the panels
     flags = ACTIVATIONS[activation]
-    merged = merge(parts)
-    if activation is not None and len(merged) > 1:
-        merged = [widest(merged)]
+    found = runs(parts)
+    if activation is not None and len(found) > 1:
+        found = runs(widest(parts))
     matrices: list[Matrix] = []
     start = 0
-    for part in merged:
-        end = start + part.shape[0]
+    for run in found:
+        end = start + sum(part.shape[0] for part in run)
         its_bias = None if bias is None else _pack_bias(bias[start:end], flags)
-        if isinstance(part, QuantizedWeight):
-            if dtype is None:
-                raise ValueError("a quantized weight needs the dtype of its results")
-            matrices.append(Quantized(part, its_bias, flags, dtype))
+        quantized = [part for part in run if isinstance(part, QuantizedWeight)]
+        if not quantized:
+            dense = [stack([part], dtype) for part in run]
+            matrices.append(Dense(dense, its_bias, flags))
+        elif dtype is None:
+            raise ValueError("a quantized weight needs the dtype of its results")
         else:
-            matrices.append(Dense(stack([part], dtype), its_bias, flags))
+            matrices.append(Quantized(quantized, its_bias, flags, dtype))
         start = end
     return Linear(matrices, activation)

@@ -53,6 +53,13 @@ class Chunks:
             self._used += -(-num_bytes // LINE) * LINE
             return self._chunk[start : start + num_bytes]
 
+    def give_back(self, cut: torch.Tensor) -> None:
+        """Let what was cut last be cut again."""
+        with self._lock:
+            start = cut.data_ptr() - self._chunk.data_ptr()
+            if start >= 0 and start + -(-cut.numel() // LINE) * LINE == self._used:
+                self._used = start
+
 
 chunks = Chunks()
 

@@ -67,9 +67,7 @@ class Kind(IntEnum):
     ROUND = 17
     BAN = 18
     TOP = 19
-    NARROW = 20
-    ZEROS = 21
-    FLOAT8 = 22
+    FLOAT8 = 20
 
 
 class Count(IntEnum):

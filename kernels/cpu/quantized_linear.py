@@ -20,15 +20,17 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from streamer.kernels.cpu.blocks import LAYOUTS
-from streamer.kernels.cpu.memory import new_panels
+from streamer.kernels.cpu.memory import chunks, new_panels
 from streamer.kernels.cpu.program import Call, Kind, issue, new_rows, team
-from streamer.kernels.weights import QuantizedWeight, Weight, dequantize
+from streamer.kernels.weights import NotFinite, QuantizedWeight, Weight, dequantize
 
 # quantized_linear.c's form
 EIGHT_BITS, SIX_BITS, OFFSETS, WIDE_SCALES, ZEROS, ZERO = 1, 2, 4, 8, 16, 32
+ROUNDED, NO_ZEROS, NOT_FINITE = 1, 2, 4  # pack.c's faults
 TOGETHER = 4  # groups whose zeros lie together
 BLOCK = 32  # columns that share a scale of the activations,
 SPAN = 128  # and beside weights of few bits: beyond, integer sums may exceed dot.h's 2**22
@@ -39,7 +41,7 @@ Records = dict[tuple[int, int, int, int], torch.Tensor]  # by block, span, zero,
 
 
 class Quantized:
-    """A matrix of codes. See linear.Matrix."""
+    """A matrix of codes, of parts that `runs` has put together. See linear.Matrix."""
 
     __slots__ = (
         "_bias",
@@ -53,39 +55,56 @@ class Quantized:
     )
 
     def __init__(
-        self, weight: QuantizedWeight, bias: torch.Tensor | None, flags: int, dtype: torch.dtype
+        self,
+        parts: Sequence[QuantizedWeight],
+        bias: torch.Tensor | None,
+        flags: int,
+        dtype: torch.dtype,
     ) -> None:
-        weight = as_integers(weight)
-        n, k = weight.shape
-        block, span = block_of(weight)
-        blocks = -(-k // block)
-        group = blocks * block if weight.group >= k else weight.group
-        zeros = zero_points(weight)
-        if zeros is not None:
-            weight = dataclasses.replace(weight, offsets=None)
-        scales, offsets = _narrow(weight)
-        bits = packed_bits(weight)
-        form = {4: 0, 6: SIX_BITS, 8: EIGHT_BITS}[bits] + OFFSETS * (offsets is not None)
-        form += ZEROS * (zeros is not None)
-        form += WIDE_SCALES * (scales.dtype is torch.float32) + ZERO * weight.zero
-        width = 2 * team.lanes
-        header = width * scales.element_size() * (1 if offsets is None else 2)
-        groups = -(-k // group)
-        size = groups * header + blocks * block * width // 8 * bits
-        if zeros is not None:
-            size += -(-groups // TOGETHER) * TOGETHER * team.lanes
-        self._packed = new_panels(n, size, has_gates=flags > 1)
-        self.num_bytes = self._packed.numel()
-        self._sizes = (group, block, span, form)
-        self._bias, self._table, self._permutation = bias, weight.table, weight.permutation
+        parts = [as_integers(part) for part in parts]
+        first = parts[0]
+        n, k = sum(part.shape[0] for part in parts), first.shape[1]
+        block, span = block_of(first)
+        group = -(-k // block) * block if first.group >= k else first.group
+        self._bias, self._table, self._permutation = bias, first.table, first.permutation
         self._dtype = dtype
         self.shape = (n, k)
-        beside = offsets if zeros is None else zeros
-        layout = "BYTES" if weight.layout is None else weight.layout.name
-        codes = weight.codes.contiguous()
-        pointers = (codes, self._packed, scales, beside, weight.permutation)
-        sizes = (k, n, group, block, form, LAYOUTS.index(layout), weight.bits)
-        issue(Call(Kind.PACK_QUANTIZED, self._packed, torch.float32, pointers, sizes, flags=flags))
+        pieces = pieces_of(parts, has_gates=flags > 1)
+        form = _narrowest(parts)
+        while True:
+            self._sizes = (group, block, span, form)
+            self._packed = new_panels(n, _panel_bytes(k, *self._sizes), has_gates=flags > 1)
+            faults = self._pack(pieces, flags)
+            if faults & NOT_FINITE:
+                raise NotFinite("scales or offsets: some are NaN or infinite")
+            if not faults:
+                break
+            form += OFFSETS - ZEROS if faults & NO_ZEROS else WIDE_SCALES
+            chunks.give_back(self._packed.view(-1))
+        self.num_bytes = self._packed.numel()
+
+    def _pack(self, pieces: Sequence[tuple[QuantizedWeight, ...]], flags: int) -> int:
+        """Fill the panels from pieces: parts, or gates and ups; the faults of pack.c."""
+        group, block, _, form = self._sizes
+        panels = self._packed
+        found = 0
+        for piece in pieces:
+            part = piece[0]
+            n, k = sum(p.shape[0] for p in piece), part.shape[1]
+            count = -(-n // (2 * team.lanes)) if len(piece) == 1 else len(panels)
+            panels, here = panels[count:], panels[:count]
+            layout = "BYTES" if part.layout is None else part.layout.name
+            faults = torch.zeros(count, dtype=torch.uint8)
+            (codes, scales, offsets), *ups = [_pointers(p) for p in piece]
+            pointers = (codes, here, scales, offsets, part.permutation, *(ups or [(None,) * 3])[0])
+            side_by_side = part.codes.stride(0) * (8 if layout == "OUTPUTS" else 1)
+            sizes = (k, n, group, block, form, LAYOUTS.index(layout), part.bits, side_by_side)
+            call = Call(
+                Kind.PACK_QUANTIZED, here, torch.float32, (*pointers, faults), sizes, flags=flags
+            )
+            issue(call)
+            found |= int(np.bitwise_or.reduce(faults.numpy()))
+        return found
 
     def multiply(self, x: torch.Tensor, out: torch.Tensor, flags: int, records: Records) -> None:
         """See linear.Matrix."""
@@ -138,35 +157,82 @@ def block_of(weight: QuantizedWeight) -> tuple[int, int]:
     raise ValueError(f"groups of {group} columns: the native kernels need a multiple of 16")
 
 
-def zero_points(weight: QuantizedWeight) -> torch.Tensor | None:
-    """The zero points uint8 [N, groups] of a weight whose offsets are those of 4-bit codes; else
-    None. A first row tells most others."""
-    if weight.offsets is None or weight.zero or packed_bits(weight) > 4 or weight.table is not None:
-        return None
-    first = -(weight.offsets[:1] / weight.scales[:1]).round()
-    if not bool(((first >= 0) & (first <= 15)).all()):
-        return None
-    zeros = torch.empty(weight.scales.shape, dtype=torch.uint8)
-    scales, offsets = weight.scales.contiguous(), weight.offsets.contiguous()
-    return None if _faults(Kind.ZEROS, scales, offsets, zeros) else zeros
+def _narrowest(parts: Sequence[QuantizedWeight]) -> int:
+    """The form that takes least, as far as a first row tells whether offsets are zero points."""
+    first = parts[0]
+    bits = packed_bits(first)
+    form = {4: 0, 6: SIX_BITS, 8: EIGHT_BITS}[bits] + ZERO * first.zero
+    if not first.has_offsets:
+        return form
+    if bits > 4 or first.zero or first.table is not None or first.offsets is None:
+        return form + OFFSETS
+    zeros = -(first.offsets[0] / first.scales[0])
+    return form + (ZEROS if bool(((zeros > -0.5) & (zeros < 15.5)).all()) else OFFSETS)
 
 
-def _narrow(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scales and offsets as float16, or both as float32 where that would round by more."""
-    both = [weight.scales] if weight.offsets is None else [weight.scales, weight.offsets]
-    both = [t.contiguous() for t in both]
-    halves = [torch.empty(t.shape, dtype=torch.float16) for t in both]
-    if not any(_faults(Kind.NARROW, t, half) for t, half in zip(both, halves, strict=True)):
-        both = halves
-    return both[0], both[1] if len(both) > 1 else None
+def _panel_bytes(k: int, group: int, block: int, span: int, form: int) -> int:
+    """Bytes of a panel, as quantized_linear.c has it."""
+    del span
+    width, groups = 2 * team.lanes, -(-k // group)
+    bits = 8 if form & EIGHT_BITS else 6 if form & SIX_BITS else 4
+    header = width * (4 if form & WIDE_SCALES else 2) * (2 if form & OFFSETS else 1)
+    zeros = -(-groups // TOGETHER) * TOGETHER * team.lanes if form & ZEROS else 0
+    return groups * header + -(-k // block) * block * width // 8 * bits + zeros
 
 
-def _faults(kind: Kind, *tensors: torch.Tensor) -> bool:
-    """Issue an op of scales.c on tensors [N, G]; whether it found a fault in a row."""
-    faults = torch.empty(tensors[0].shape[0], dtype=torch.uint8)
-    sizes = (tensors[0].shape[1],)
-    issue(Call(kind, tensors[0], torch.float32, (*tensors, faults), sizes))
-    return bool(faults.any())
+def _pointers(part: QuantizedWeight) -> tuple[torch.Tensor | None, ...]:
+    """Codes, and scales and offsets that are not among them."""
+    return part.codes, part.scales if len(part.scales) else None, part.offsets
+
+
+def pieces_of(
+    parts: Sequence[QuantizedWeight], *, has_gates: bool
+) -> list[tuple[QuantizedWeight, ...]]:
+    """The parts of a run in the pieces that fill whole panels: each by itself, or gates and ups;
+    parts that end within a panel are stacked before."""
+    parts = [_contiguous(part) for part in parts]
+    if not has_gates:
+        if all(part.shape[0] % (2 * team.lanes) == 0 for part in parts[:-1]):
+            return [(part,) for part in parts]
+        return [(_stacked(parts),)]
+    if len(parts) == 2 and parts[0].shape == parts[1].shape and _is_laid_alike(*parts):
+        return [tuple(parts)]
+    whole = _stacked(parts)
+    half = whole.shape[0] // 2
+    if whole.layout is not None and whole.layout.name == "OUTPUTS" and half % 8:
+        whole = whole.unpacked()
+    return [(_cut(whole, 0, half), _cut(whole, half, 2 * half))]
+
+
+def _contiguous(part: QuantizedWeight) -> QuantizedWeight:
+    return dataclasses.replace(
+        part,
+        codes=part.codes.contiguous(),
+        scales=part.scales.contiguous(),
+        offsets=None if part.offsets is None else part.offsets.contiguous(),
+    )
+
+
+def _is_laid_alike(a: QuantizedWeight, b: QuantizedWeight) -> bool:
+    """Whether codes lie in the same layout."""
+    names = [None if part.layout is None else (part.layout.name, part.bits) for part in (a, b)]
+    return names[0] == names[1]
+
+
+def _cut(weight: QuantizedWeight, first: int, last: int) -> QuantizedWeight:
+    """Rows as views; of words of several outputs whole ones."""
+    layout, codes, rows = weight.layout, weight.codes, slice(first, last)
+    if layout is not None:
+        layout = dataclasses.replace(layout, shape=(last - first, layout.shape[1]))
+    if layout is None or not layout.is_tall:
+        codes = codes[rows]
+    else:
+        outputs = weight.shape[0] // codes.shape[1]  # of a word
+        codes = codes[:, first // outputs : last // outputs]
+    offsets = None if weight.offsets is None else weight.offsets[rows]
+    return dataclasses.replace(
+        weight, codes=codes, scales=weight.scales[rows], offsets=offsets, layout=layout
+    )
 
 
 def as_integers(weight: QuantizedWeight) -> QuantizedWeight:
@@ -182,15 +248,15 @@ def as_integers(weight: QuantizedWeight) -> QuantizedWeight:
     return QuantizedWeight(codes, scales, BLOCK, 8, 128, permutation=weight.permutation)
 
 
-def merge(parts: Sequence[Weight]) -> list[Weight]:
-    """The parts, neighbours of one form as one."""
-    runs: list[list[Weight]] = []
+def runs(parts: Sequence[Weight]) -> list[list[Weight]]:
+    """The parts, neighbours of one form together."""
+    found: list[list[Weight]] = []
     for part in parts:
-        if runs and _is_one_form(runs[-1][0], part):
-            runs[-1].append(part)
+        if found and _is_one_form(found[-1][0], part):
+            found[-1].append(part)
         else:
-            runs.append([part])
-    return [run[0] if len(run) == 1 else _stacked(run) for run in runs]
+            found.append([part])
+    return found
 
 
 def _is_one_form(a: Weight, b: Weight) -> bool:
@@ -201,29 +267,28 @@ def _is_one_form(a: Weight, b: Weight) -> bool:
         == (b.group, packed_bits(b), b.zero, b.codes.is_floating_point())
         and _same(a.table, b.table)
         and _same(a.permutation, b.permutation)
-        and (a.offsets is None) == (b.offsets is None)
+        and a.has_offsets == b.has_offsets
     )
 
 
-def _stacked(parts: Sequence[Weight]) -> Weight:
+def _stacked(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Parts of one form as one."""
-    quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
-    if not quantized:
-        return torch.cat([part for part in parts if isinstance(part, torch.Tensor)])
-    offsets = [part.offsets for part in quantized if part.offsets is not None]
-    if len({None if p.layout is None else (p.layout.name, p.bits) for p in quantized}) > 1:
-        quantized = [part.unpacked() for part in quantized]
-    layout = quantized[0].layout
+    if len(parts) == 1:
+        return parts[0]
+    if not all(_is_laid_alike(part, parts[0]) for part in parts):
+        parts = [part.unpacked() for part in parts]
+    offsets = [part.offsets for part in parts if part.offsets is not None]
+    layout = parts[0].layout
     if layout is not None:
-        n = sum(part.shape[0] for part in quantized)
+        n = sum(part.shape[0] for part in parts)
         layout = dataclasses.replace(layout, shape=(n, layout.shape[1]))
     along = 1 if layout is not None and layout.is_tall else 0
     return dataclasses.replace(
-        quantized[0],
-        codes=torch.cat([part.codes for part in quantized], along),
+        parts[0],
+        codes=torch.cat([part.codes for part in parts], along),
         layout=layout,
-        scales=torch.cat([part.scales for part in quantized]),
-        bits=max(part.bits for part in quantized),
+        scales=torch.cat([part.scales for part in parts]),
+        bits=max(part.bits for part in parts),
         offsets=torch.cat(offsets) if offsets else None,
     )
 
@@ -234,24 +299,21 @@ def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return torch.equal(a, b)
 
 
-def widest(parts: Sequence[Weight]) -> Weight:
+def widest(parts: Sequence[Weight]) -> list[Weight]:
     """The parts in one form that holds them all exactly: codes of the most bits in their smallest
     groups, or dense where one is or where permutations differ."""
-    if any(isinstance(part, torch.Tensor) for part in parts):
-        return torch.cat([dequantize(part) for part in parts])
     quantized = [
         as_integers(part.unpacked()) for part in parts if isinstance(part, QuantizedWeight)
     ]
-    if not all(_same(part.permutation, quantized[0].permutation) for part in quantized):
-        return torch.cat([dequantize(part) for part in quantized])
+    is_one_order = all(_same(part.permutation, quantized[0].permutation) for part in quantized)
+    if len(quantized) < len(parts) or not is_one_order:
+        return [dequantize(part) for part in parts]
     k = quantized[0].shape[1]
     group = math.gcd(*(part.group for part in quantized if part.group < k)) or k
     zero = quantized[0].zero if len({part.zero for part in quantized}) == 1 else 0
     has_offsets = any(part.offsets is not None or part.zero != zero for part in quantized)
     bits = max(8 if part.table is not None else packed_bits(part) for part in quantized)
-    wide = [_widen(part, group, bits, zero, has_offsets=has_offsets) for part in quantized]
-    (one,) = merge(wide)
-    return one
+    return [_widen(part, group, bits, zero, has_offsets=has_offsets) for part in quantized]
 
 
 def _widen(

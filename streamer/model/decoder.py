@@ -7,13 +7,15 @@ parameter. Called by the runners.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from streamer.kernels import ops
+from streamer.kernels.weights import NotFinite, QuantizedWeight
 from streamer.model.families import DecoderConfig
 from streamer.model.layers import (
     Attention,
@@ -24,6 +26,7 @@ from streamer.model.layers import (
     Tables,
     WeightSource,
 )
+from streamer.model.quantization.interface import check_finite
 
 if TYPE_CHECKING:
     from streamer.model.ranks.linear import Shared
@@ -100,11 +103,13 @@ class Decoder:
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
-        table = source.weight("model.embed_tokens")
+        name = "model.embed_tokens"
+        table = source.weight(name)
         embedding = None
         self._embed: Callable[[torch.Tensor], torch.Tensor]
         if config.tied or not isinstance(table, torch.Tensor):
-            embedding = kernels.pack_weight([table], dtype=source.dtype, is_table=True)
+            with _finite([name], [table]):
+                embedding = kernels.pack_weight([table], dtype=source.dtype, is_table=True)
             self._embed = embedding.rows
         else:
             self._embed = partial(kernels.embedding, table=table)
@@ -113,7 +118,7 @@ class Decoder:
         self._head: Callable[[torch.Tensor], torch.Tensor] = (
             embedding
             if config.tied and embedding is not None
-            else kernels.pack_weight([source.weight("lm_head")], dtype=source.dtype)
+            else _weight(kernels, source, ["lm_head"], has_bias=False)
         )
         if shared is not None:
             self._embed = shared.embedding(self._embed)
@@ -228,4 +233,17 @@ def _weight(
     """One packed weight of the named projections; the unpacked one is freed here."""
     parts = [source.weight(name) for name in names]
     bias = torch.cat([source.take(f"{name}.bias") for name in names]) if has_bias else None
-    return kernels.pack_weight(parts, bias, activation, dtype=source.dtype)
+    with _finite(names, parts):
+        return kernels.pack_weight(parts, bias, activation, dtype=source.dtype)
+
+
+@contextmanager
+def _finite(names: list[str], parts: list[ops.Weight]) -> Iterator[None]:
+    """Say which of the parts holds scales that are no numbers."""
+    try:
+        yield
+    except NotFinite:
+        for name, part in zip(names, parts, strict=True):
+            if isinstance(part, QuantizedWeight):
+                check_finite(name, part.unpacked())
+        raise

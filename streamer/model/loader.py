@@ -320,6 +320,8 @@ class FileSource:
             weight = matrix.scheme.read(tensors, matrix.n, matrix.k)
         if isinstance(weight, torch.Tensor):
             return weight.to(self.device, self.dtype)
+        if self.device != CPU:
+            weight = weight.unpacked()
         return check_finite(module, weight).to(self.device)
 
     def rows(self, module: str, start: int, end: int) -> Weight:
@@ -335,6 +337,7 @@ class FileSource:
 
     def layer_done(self) -> None:
         """Return the memory that the layer took meanwhile, and tell the caller."""
+        self._files.memory.shrink()
         return_freed()
         self._layer_done()
 

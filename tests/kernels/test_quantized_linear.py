@@ -90,6 +90,15 @@ def fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     return (a.double() * b.double() + c.double()).float()
 
 
+def zero_points(weight: QuantizedWeight) -> torch.Tensor | None:
+    """Of a weight whose offsets are those of 4-bit codes, as floats."""
+    if weight.offsets is None or weight.bits > 4 or weight.zero or weight.table is not None:
+        return None
+    zeros = -(weight.offsets / weight.scales).round()
+    is_one = (zeros >= 0) & (zeros <= 15) & (-(zeros * weight.scales) == weight.offsets)
+    return zeros if bool(is_one.all()) else None
+
+
 def exact(weight: QuantizedWeight, x: torch.Tensor) -> torch.Tensor:
     """What the kernel computes before bias and rounding to x's dtype: float32 [T, N]."""
     n, k = weight.shape
@@ -103,7 +112,7 @@ def exact(weight: QuantizedWeight, x: torch.Tensor) -> torch.Tensor:
     values = F.pad(codes.double() - weight.zero, padding).view(n, -1, block)
     sums = torch.einsum("tbk,nbk->tnb", activations.double(), values)
     totals = activations.float().sum(-1)
-    zeros = quantized_linear.zero_points(weight)
+    zeros = zero_points(weight)
     y = torch.zeros(len(x), n)
     total = torch.zeros(len(x), n)
     for b in range(sums.shape[2]):
@@ -223,9 +232,10 @@ def test_the_wider_form_holds_the_same_values(
 ) -> None:
     parts = [make(9, 200, form, seed=i) for i, form in enumerate(forms)]
     wide = quantized_linear.widest(parts)
-    expected = torch.cat([dequantize(part) for part in parts])
-    torch.testing.assert_close(dequantize(wide), expected, rtol=1e-5, atol=1e-7)
-    assert isinstance(wide, QuantizedWeight)
+    for part, expected in zip(wide, parts, strict=True):
+        assert isinstance(part, QuantizedWeight)
+        torch.testing.assert_close(dequantize(part), dequantize(expected), rtol=1e-5, atol=1e-7)
+    assert len(quantized_linear.runs(wide)) == 1
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -234,14 +244,20 @@ def test_zero_points_take_as_many_bits_as_codes(
 ) -> None:
     """Where offsets are those of 4-bit codes: 4.63 bits a weight in groups of 32, not 5."""
     weight = make(64, 256, form)
-    zeros = quantized_linear.zero_points(weight)
+    zeros = zero_points(weight)
     assert (zeros is None) == (form[2] >= 0)
+    (matrix,) = native.pack_weight([weight], dtype=torch.float32).matrices
     if zeros is not None and weight.offsets is not None:
-        assert torch.equal(-weight.scales * zeros, weight.offsets)
-        beyond = dataclasses.replace(weight, offsets=-weight.scales * 16)
-        assert quantized_linear.zero_points(beyond) is None
+        beyond = weight.offsets.clone()
+        beyond[37, -1] = -weight.scales[37, -1] * 16  # a first row doesn't tell
+        other = dataclasses.replace(weight, offsets=beyond)
+        (wider,) = native.pack_weight([other], dtype=torch.float32).matrices
+        assert wider.num_bytes >= matrix.num_bytes
+        x = inputs(3, 256)
+        y = native.pack_weight([other], dtype=torch.float32)(x)
+        held = dataclasses.replace(other, offsets=beyond.half().float())
+        assert torch.equal(y, exact(held, x))
     if form[:3] == (4, 32, -1):
-        (matrix,) = native.pack_weight([weight], dtype=torch.float32).matrices
         assert matrix.num_bytes == 64 * 256 * 37 // 64
 
 

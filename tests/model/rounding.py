@@ -30,14 +30,14 @@ class Rounding:
     def pack_weight(
         self, parts: Any, bias: Any = None, activation: str | None = None, **options: Any
     ) -> Any:
-        merged = quantized_linear.merge(parts)
-        if activation is not None and len(merged) > 1:
-            merged = [quantized_linear.widest(merged)]
-        ends = list(accumulate(part.shape[0] for part in merged))
+        runs = quantized_linear.runs(parts)
+        if activation is not None and len(runs) > 1:
+            runs = quantized_linear.runs(quantized_linear.widest(parts))
+        ends = list(accumulate(sum(part.shape[0] for part in run) for run in runs))
         biases = [None] * len(ends) if bias is None else bias.tensor_split(ends[:-1])
         linears = [
-            RoundingLinear(part, its_bias, activation, options)
-            for part, its_bias in zip(merged, biases, strict=True)
+            RoundingLinear(run, its_bias, activation, options)
+            for run, its_bias in zip(runs, biases, strict=True)
         ]
         theirs: Any = None
         if self.beside is not None:
@@ -60,13 +60,13 @@ class Rounding:
 
 
 class RoundingLinear:
-    def __init__(self, part: Any, bias: Any, activation: str | None, options: Any) -> None:
+    def __init__(self, run: Any, bias: Any, activation: str | None, options: Any) -> None:
         self.span = 0
         self.order: torch.Tensor | None = None
-        if isinstance(part, QuantizedWeight):
-            part = quantized_linear.as_integers(part)
-            self.span, self.order = quantized_linear.block_of(part)[1], part.permutation
-        self.linear = reference.pack_weight([part], bias, activation, **options)
+        if isinstance(run[0], QuantizedWeight):
+            run = [quantized_linear.as_integers(part) for part in run]
+            self.span, self.order = quantized_linear.block_of(run[0])[1], run[0].permutation
+        self.linear = reference.pack_weight(run, bias, activation, **options)
 
     def __call__(self, x: torch.Tensor, *, add_to: torch.Tensor | None = None) -> torch.Tensor:
         if self.span:

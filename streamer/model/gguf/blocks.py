@@ -48,34 +48,17 @@ def unpack(name: str, rows: torch.Tensor) -> QuantizedWeight:
     """
     layout = LAYOUTS[name]
     n, num_blocks = rows.shape[0], rows.shape[1] // layout.bytes
+    values = [value + layout.zero for value in layout.values]
+    table = torch.tensor(values, dtype=torch.uint8) if values else None
+    group, bits, zero = layout.group, layout.bits, layout.zero
     stored = stored_layout(name, n, num_blocks * layout.weights)
-    if stored is None:
-        codes, scales, offsets = layout.parse(rows.view(n, -1, layout.bytes))
-        codes = codes.reshape(n, -1)
-    else:
-        codes, (scales, offsets) = rows, _natively(name, rows, stored.shape[1])
-    table = [value + layout.zero for value in layout.values]
-    return QuantizedWeight(
-        codes,
-        scales.reshape(n, -1),
-        layout.group,
-        layout.bits,
-        layout.zero,
-        None if offsets is None else offsets.reshape(n, -1),
-        torch.tensor(table, dtype=torch.uint8) if table else None,
-        layout=stored,
-    )
-
-
-def _natively(name: str, rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scales, and offsets where there are any."""
-    from streamer.kernels.cpu.blocks import scales_of
-
-    layout = LAYOUTS[name]
-    scales = torch.empty(rows.shape[0], k // layout.group)
-    offsets = torch.empty_like(scales) if layout.has_offsets else None
-    scales_of(name, rows.contiguous(), scales, offsets, k)
-    return scales, offsets
+    if stored is not None:
+        scales = torch.empty(0)  # in the blocks
+        return QuantizedWeight(rows, scales, group, bits, zero, table=table, layout=stored)
+    codes, scales, offsets = layout.parse(rows.view(n, -1, layout.bytes))
+    offsets = None if offsets is None else offsets.reshape(n, -1)
+    codes, scales = codes.reshape(n, -1), scales.reshape(n, -1)
+    return QuantizedWeight(codes, scales, group, bits, zero, offsets, table)
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:

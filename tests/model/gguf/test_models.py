@@ -192,4 +192,4 @@ def test_a_blocks_scale_that_is_no_number_is_refused(checkpoint: Any, tmp_path: 
         f.seek(place.start + 18 * 5)
         f.write(np.float16(np.nan).tobytes())
     with pytest.raises(ModelNotSupported, match=r"1\.mlp\.up_proj: scales: 1 are NaN or infinite"):
-        load(file)
+        load(file, for_cpu())

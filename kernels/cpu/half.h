@@ -1,0 +1,27 @@
+/* float16 as bits, for the scales of quantized matrices. */
+#pragma once
+#include "common.h"
+
+/* float16's bits, to the nearest and ties to even; beyond its largest, infinity. */
+INLINE vi half_of(vf x) {
+    vi bits = (vi)x & 0x7fffffff;
+    vi normal = ((bits + 0xfff + ((bits >> 13) & 1)) >> 13) - (112 << 10);
+    vi small = (vi)((vf)bits + 0.5f) - (vi)splat(0.5f); /* to 2**-24, the subnormals' step */
+    vi code = (vi)choose((vf)bits < 0x1p-14f, (vf)small, (vf)normal);
+    vi is_large = bits >= 0x477ff000;
+    code = (code & ~is_large) | (is_large & 0x7c00);
+    return code | ((vi)((vu)x >> 16) & 0x8000);
+}
+
+INLINE vf of_half(vi h) {
+    vf x = (vf)((h & 0x7fff) << 13) * 0x1p112f;
+    return (vf)((vi)x | (h & 0x8000) << 16);
+}
+
+INLINE vf magnitude(vf x) { return (vf)((vi)x & 0x7fffffff); }
+
+INLINE int any_of(vi x) {
+    int32_t any = 0;
+    for (int i = 0; i < VW; i++) any |= x[i];
+    return any != 0;
+}
