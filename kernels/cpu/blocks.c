@@ -1,8 +1,8 @@
-/* Codes as files have them, one a byte, and the float scales of GGUF's blocks: what
- * kernels/weights.py defines, exactly. pack.c makes panels of them, a few columns at a time.
+/* Codes as files have them, of TILE outputs at once and 4 codes a word, and the scales of GGUF's
+ * blocks: what kernels/weights.py defines, exactly. pack.c makes panels of them.
  *
- *   UNPACK  p  codes as stored, codes (uint8 [N, K]) or 0, scales or 0, offsets or 0 (both float),
- *              order or 0
+ *   UNPACK  p  codes as stored, codes (uint8 [N, K]), scales or 0, offsets or 0 (both float), order
+ *              or 0
  *           n  K, N, layout (blocks.py's number), bits (of words)
  *
  *   BYTES    uint8 [N, K]
@@ -12,137 +12,18 @@
  *            order[k] of the words' (int64)
  *   OUTPUTS  int32 [K, N / 8]: a word has outputs 0, 2, 4, 6, 1, 3, 5, 7, the lowest bits first (AWQ)
  *   others   GGUF's blocks; what each byte means is ggml's, model/gguf/blocks.py has it in torch
+ *
+ * Words of rows are transposed first, as they are stored; codes are then taken out of TILE words at
+ * once, by the same shifts and masks.
  */
+#pragma once
 #include "common.h"
-
-#define UNPACK_ROWS 8 /* of a chunk */
+#include "half.h"
 
 enum {
     BYTES_LAYOUT, SIGNED_LAYOUT, NIBBLES_LAYOUT, WORDS_LAYOUT, OUTPUTS_LAYOUT,
     Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, MXFP4
 };
-
-/* The float16 of two bytes, subnormal numbers, infinities and NaN too. */
-INLINE float half_at(const uint8_t *b) {
-    uint32_t h = b[0] | (uint32_t)b[1] << 8;
-    union { uint32_t u; float f; } bits = {(h & 0x7fff) << 13};
-    if ((h & 0x7c00) == 0x7c00) bits.u |= 0x7f800000;
-    else bits.f *= 0x1p112f;
-    bits.u |= (h & 0x8000) << 16;
-    return bits.f;
-}
-
-INLINE void half_to(float *to, const uint8_t *b) {
-    if (to) *to = half_at(b);
-}
-
-/* 16 bytes, in words whose shifts need a mask. As single bytes GCC would take them one by one, since
- * codes could overlap what is read. */
-typedef uint32_t Sixteen __attribute__((vector_size(16)));
-typedef Sixteen sixteen_any __attribute__((aligned(1), may_alias));
-#define EACH_BYTE(x) ((x) * 0x01010101u)
-
-INLINE Sixteen sixteen_at(const uint8_t *b) { return *(const sixteen_any *)b; }
-INLINE void put_sixteen(uint8_t *codes, Sixteen x) { *(sixteen_any *)codes = x; }
-
-INLINE void nibbles(const uint8_t *b, uint8_t *codes, int count) {
-    if (!codes) return;
-    for (int i = 0; i < count; i += 16) {
-        Sixteen x = sixteen_at(b + i);
-        put_sixteen(codes + i, x & EACH_BYTE(15u));
-        put_sixteen(codes + i + count, x >> 4 & EACH_BYTE(15u));
-    }
-}
-
-/* codes |= 16 times the 32 bits at b. */
-INLINE void fifth_bits(const uint8_t *b, uint8_t *codes) {
-    uint8_t all[32];
-    uint32_t bits;
-    if (!codes) return;
-    memcpy(&bits, b, 4);
-    for (int i = 0; i < 32; i++) all[i] = (uint8_t)((bits >> i & 1) << 4);
-    for (int i = 0; i < 32; i += 16)
-        put_sixteen(codes + i, sixteen_at(codes + i) | sixteen_at(all + i));
-}
-
-/* Eight scales and mins of 6 bits each, in 12 bytes. */
-INLINE void six_bits(const uint8_t *b, float *scales, float *offsets) {
-    if (!scales) return;
-    float d = half_at(b), lowest = -half_at(b + 2);
-    const uint8_t *low = b + 4, *low_mins = b + 8, *both = b + 12;
-    for (int i = 0; i < 4; i++) {
-        scales[i] = d * (float)(low[i] & 63);
-        offsets[i] = lowest * (float)(low_mins[i] & 63);
-        scales[i + 4] = d * (float)((both[i] & 15) | (low[i] >> 2 & 48));
-        offsets[i + 4] = lowest * (float)(both[i] >> 4 | (low_mins[i] >> 2 & 48));
-    }
-}
-
-INLINE void q2_k(const uint8_t *b, uint8_t *codes, float *scales, float *offsets) {
-    float d = half_at(b + 80), lowest = -half_at(b + 82);
-    for (int i = 0; scales && i < 16; i++) {
-        scales[i] = d * (float)(b[i] & 15);
-        offsets[i] = lowest * (float)(b[i] >> 4);
-    }
-    for (int part = 0; codes && part < 8; part++)
-        for (int i = 0; i < 32; i += 16) {
-            Sixteen x = sixteen_at(b + 16 + part / 4 * 32 + i) >> (uint32_t)(part % 4 * 2);
-            put_sixteen(codes + part * 32 + i, x & EACH_BYTE(3u));
-        }
-}
-
-INLINE void q3_k(const uint8_t *b, uint8_t *codes, float *scales) {
-    const uint8_t *packed = b + 96;
-    float d = half_at(b + 108);
-    for (int i = 0; scales && i < 16; i++) {
-        int low = i < 8 ? packed[i] & 15 : packed[i - 8] >> 4;
-        scales[i] = d * (float)((low | (packed[8 + i % 4] >> i / 4 * 2 & 3) << 4) - 32);
-    }
-    for (int part = 0; codes && part < 8; part++)
-        for (int i = 0; i < 32; i += 16) {
-            Sixteen low = sixteen_at(b + 32 + part / 4 * 32 + i) >> (uint32_t)(part % 4 * 2);
-            Sixteen high = sixteen_at(b + i) >> (uint32_t)part;
-            put_sixteen(codes + part * 32 + i, (low & EACH_BYTE(3u)) | (high & EACH_BYTE(1u)) << 2);
-        }
-}
-
-INLINE void q4_k(const uint8_t *b, uint8_t *codes, float *scales, float *offsets) {
-    six_bits(b, scales, offsets);
-    if (!codes) return;
-    for (int part = 0; part < 4; part++) nibbles(b + 16 + part * 32, codes + part * 64, 32);
-}
-
-INLINE void q5_k(const uint8_t *b, uint8_t *codes, float *scales, float *offsets) {
-    six_bits(b, scales, offsets);
-    if (!codes) return;
-    for (int part = 0; part < 4; part++) nibbles(b + 48 + part * 32, codes + part * 64, 32);
-    for (int part = 0; part < 8; part++)
-        for (int i = 0; i < 32; i += 16) {
-            uint8_t *to = codes + part * 32 + i;
-            Sixteen high = sixteen_at(b + 16 + i) >> (uint32_t)part & EACH_BYTE(1u);
-            put_sixteen(to, sixteen_at(to) | high << 4);
-        }
-}
-
-INLINE void q6_k(const uint8_t *b, uint8_t *codes, float *scales) {
-    float d = half_at(b + 208);
-    for (int i = 0; scales && i < 16; i++) scales[i] = d * (float)(int8_t)b[192 + i];
-    for (int half = 0; codes && half < 2; half++) {
-        nibbles(b + half * 64, codes + half * 128, 64);
-        for (int part = 0; part < 4; part++)
-            for (int i = 0; i < 32; i += 16) {
-                uint8_t *to = codes + half * 128 + part * 32 + i;
-                Sixteen high = sixteen_at(b + 128 + half * 32 + i) >> (uint32_t)(part * 2);
-                put_sixteen(to, sixteen_at(to) | (high & EACH_BYTE(3u)) << 4);
-            }
-    }
-}
-
-/* Half of 2 ** (e - 127): below 2, a subnormal number. */
-INLINE float half_power(uint32_t e) {
-    union { uint32_t u; float f; } bits = {e < 2 ? 0x200000u << e : (e - 1) << 23};
-    return bits.f;
-}
 
 typedef struct {
     int bytes, weights, groups; /* of a block */
@@ -156,122 +37,437 @@ static const Sizes sizes_of[] = {
     [Q6_K] = {210, 256, 16},    [IQ4_NL] = {18, 32, 1},      [MXFP4] = {17, 32, 1},
 };
 
-/* Every block of a row with `STEPS`, which sees b, codes, scales and offsets of the block. */
-#define EACH(FORMAT, STEPS)                                                   \
-    case FORMAT:                                                              \
-        for (int64_t i = 0; i < blocks; i++) {                                \
-            const Sizes each = sizes_of[FORMAT];                              \
-            const uint8_t *b = row + i * each.bytes;                          \
-            uint8_t *c = codes ? codes + i * each.weights : 0;                \
-            float *s = scales ? scales + i * each.groups : 0;                 \
-            float *o = offsets ? offsets + i * each.groups : 0;               \
-            (void)o;                                                          \
-            STEPS                                                             \
-        }                                                                     \
-        return;
-
-static void unpack_row(int64_t format, int64_t blocks, const uint8_t *row, uint8_t *codes,
-                       float *scales, float *offsets) {
-    switch (format) {
-    EACH(Q4_0, { half_to(s, b); nibbles(b + 2, c, 16); })
-    EACH(Q4_1, { half_to(s, b); half_to(o, b + 2); nibbles(b + 4, c, 16); })
-    EACH(Q5_0, { half_to(s, b); nibbles(b + 6, c, 16); fifth_bits(b + 2, c); })
-    EACH(Q5_1, {
-        half_to(s, b);
-        half_to(o, b + 2);
-        nibbles(b + 8, c, 16);
-        fifth_bits(b + 4, c);
-    })
-    EACH(Q8_0, {
-        half_to(s, b);
-        for (int j = 0; c && j < 32; j += 16)
-            put_sixteen(c + j, sixteen_at(b + 2 + j) ^ EACH_BYTE(128u));
-    })
-    EACH(Q2_K, { q2_k(b, c, s, o); })
-    EACH(Q3_K, { q3_k(b, c, s); })
-    EACH(Q4_K, { q4_k(b, c, s, o); })
-    EACH(Q5_K, { q5_k(b, c, s, o); })
-    EACH(Q6_K, { q6_k(b, c, s); })
-    EACH(IQ4_NL, { half_to(s, b); nibbles(b + 2, c, 16); })
-    EACH(MXFP4, {
-        if (s) *s = half_power(b[0]);
-        nibbles(b + 1, c, 16);
-    })
-    }
-}
-
 INLINE int is_by_rows(int64_t layout) { return layout != WORDS_LAYOUT && layout != OUTPUTS_LAYOUT; }
+INLINE int has_scales(int64_t layout) { return layout > OUTPUTS_LAYOUT; }
 
 /* Bytes of `count` columns, a multiple of 256 or all, in a layout that is_by_rows. */
 INLINE int64_t bytes_of(int64_t layout, int64_t count) {
-    return count / sizes_of[layout].weights * sizes_of[layout].bytes;
+    int64_t weights = sizes_of[layout].weights;
+    return divide_up(count, weights) * sizes_of[layout].bytes;
 }
 
-/* `count` codes in such a layout. */
-static void codes_from(int64_t layout, const uint8_t *from, int64_t count, uint8_t *codes) {
-    if (layout == BYTES_LAYOUT) {
-        memcpy(codes, from, (size_t)count);
-    } else if (layout == SIGNED_LAYOUT) {
-        for (int64_t i = 0; i < count; i++) codes[i] = from[i] ^ 128;
-    } else if (layout == NIBBLES_LAYOUT) {
-        for (int64_t i = 0; i < count / 2; i++) {
-            codes[2 * i] = from[i] & 15;
-            codes[2 * i + 1] = from[i] >> 4;
+#define COLUMNS 512 /* at once: a multiple of every block */
+#define COLUMN_GROUPS (COLUMNS / 16)
+#define CHUNK_BYTES (COLUMNS / 32 * 34) /* of a row, at most */
+
+/* A number of each of TILE rows. */
+typedef uint32_t Words[TILE];
+typedef float Floats[TILE];
+
+/* COLUMNS columns of TILE outputs: 4 codes a word, the first lowest; scales and offsets of groups.
+ * Of each output the row of its matrix, or -1 where there is none, and which matrix that is. */
+typedef struct {
+    _Alignas(64) Words fours[COLUMNS / 4];
+    _Alignas(64) Floats scales[COLUMN_GROUPS], offsets[COLUMN_GROUPS];
+    int64_t rows[TILE];
+    int of[TILE];
+} Columns;
+
+/* Matrices as they are stored, of one form: one, or gates and ups.
+ *
+ * beside   outputs that lie side by side, of words
+ * further  rows to those that are read next
+ */
+typedef struct {
+    const uint8_t *codes[2];
+    const int64_t *order;
+    int64_t layout, bits, K, beside, further;
+} Stored;
+
+/* Of every row `count` pieces of `size` words, `stride` bytes apart, from byte `start`. */
+INLINE void words_of(const uint8_t *const *rows, int64_t start, int64_t stride, int size,
+                     int64_t count, Words *to) {
+    int64_t i = 0;
+#if VW == 16
+    const int pieces = 16 / size;
+    for (; size >= 4 && i + pieces <= count; i += pieces)
+        for (int half = 0; half < TILE; half += VW) {
+            __m512i row[16];
+            for (int j = 0; j < 16; j++) {
+                const uint8_t *from = rows[half + j] + start + i * stride;
+                if (size == 16) row[j] = _mm512_loadu_si512(from);
+                if (size == 8)
+                    row[j] = _mm512_inserti64x4(
+                        _mm512_castsi256_si512(_mm256_loadu_si256((const void *)from)),
+                        _mm256_loadu_si256((const void *)(from + stride)), 1);
+                if (size == 4) {
+                    __m128i p[4];
+                    for (int n = 0; n < 4; n++)
+                        p[n] = _mm_loadu_si128((const void *)(from + n * stride));
+                    __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(p[0]), p[1], 1);
+                    __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(p[2]), p[3], 1);
+                    row[j] = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+                }
+            }
+            transpose(row);
+            for (int at = 0; at < 16; at++)
+                _mm512_storeu_si512(to[i * size + at] + half, row[at]);
         }
-    } else {
-        unpack_row(layout, count / sizes_of[layout].weights, from, codes, 0, 0);
+#endif
+    for (int64_t j = 0; j < TILE; j++)
+        for (int64_t n = i; n < count; n++)
+            for (int at = 0; at < size; at++)
+                to[n * size + at][j] =
+                    (uint32_t)*(const int_any *)(rows[j] + start + n * stride + 4 * at);
+}
+
+/* float16 at byte `start` of each block, times `sign`. */
+INLINE void halves_of(const uint8_t *const *rows, int64_t start, int64_t stride, int64_t blocks,
+                      float sign, int per_block, Floats *to) {
+    for (int64_t i = 0; i < blocks; i++) {
+        uint16_t bits[TILE];
+        for (int j = 0; j < TILE; j++) memcpy(bits + j, rows[j] + start + i * stride, 2);
+        for (int j = 0; j < TILE; j += VW) {
+            vi wide = __builtin_convertvector(*(const vh_any *)(bits + j), vi);
+            store_f32(to[i * per_block] + j, of_half(wide) * sign);
+        }
     }
 }
+
+#define EACH_BYTE(x) ((x) * 0x01010101u)
+#define EACH_ROW for (int j = 0; j < TILE; j++)
+
+/* In each run of `size` words the low halves of their bytes, then the high ones. */
+INLINE void nibbles(const Words *from, int size, int64_t count, Words *to) {
+    for (int64_t i = 0; i < count; i++) {
+        Words *low = to + i / size * 2 * size + i % size;
+        EACH_ROW low[0][j] = from[i][j] & EACH_BYTE(15u);
+        EACH_ROW low[size][j] = from[i][j] >> 4 & EACH_BYTE(15u);
+    }
+}
+
+/* to |= bit i of `bits` as the fifth of code i, 32 of them. */
+INLINE void fifth_bits(const Words *bits, int64_t blocks, Words *to) {
+    for (int64_t i = 0; i < blocks; i++)
+        for (int n = 0; n < 8; n++)
+            EACH_ROW to[i * 8 + n][j] |=
+                ((bits[i][j] >> 4 * n & 15u) * 0x00204081u & EACH_BYTE(1u)) << 4;
+}
+
+#define BYTE(words, i) ((words)[(i) / 4][j] >> 8 * ((i) % 4) & 255u)
+
+/* Eight scales and offsets of 6 bits each, in the 3 words behind their factors. */
+INLINE void six_bits(const uint8_t *const *rows, int64_t stride, int64_t blocks, Columns *it) {
+    Words w[4 * COLUMNS / 256];
+    Floats d, lowest;
+    words_of(rows, 0, stride, 4, blocks, w);
+    for (int64_t b = 0; b < blocks; b++) {
+        const Words *low = w + 4 * b + 1, *low_mins = low + 1, *both = low + 2;
+        halves_of(rows, b * stride, 0, 1, 1.0f, 1, &d);
+        halves_of(rows, b * stride + 2, 0, 1, -1.0f, 1, &lowest);
+        for (int i = 0; i < 4; i++) {
+            Floats *s = it->scales + 8 * b + i, *o = it->offsets + 8 * b + i;
+            EACH_ROW s[0][j] = d[j] * (float)(int)(BYTE(low, i) & 63);
+            EACH_ROW o[0][j] = lowest[j] * (float)(int)(BYTE(low_mins, i) & 63);
+            EACH_ROW s[4][j] = d[j] * (float)(int)((BYTE(both, i) & 15) | (BYTE(low, i) >> 2 & 48));
+            EACH_ROW o[4][j] =
+                lowest[j] * (float)(int)(BYTE(both, i) >> 4 | (BYTE(low_mins, i) >> 2 & 48));
+        }
+    }
+}
+
+/* Two bits a code, of 8 parts of 32 codes, 4 parts in the same bytes. */
+INLINE void pairs(const Words *from, Words *to) {
+    for (int part = 0; part < 8; part++)
+        for (int i = 0; i < 8; i++)
+            EACH_ROW to[8 * part + i][j] =
+                from[part / 4 * 8 + i][j] >> part % 4 * 2 & EACH_BYTE(3u);
+}
+
+/* to |= bit `part` of each byte, for 8 parts of 32 codes. */
+INLINE void further_bits(const Words *from, int shift, Words *to) {
+    for (int part = 0; part < 8; part++)
+        for (int i = 0; i < 8; i++)
+            EACH_ROW to[8 * part + i][j] |= (from[i][j] >> part & EACH_BYTE(1u)) << shift;
+}
+
+static void q2_k(const uint8_t *const *rows, int64_t blocks, Columns *it) {
+    Words w[16], s[4];
+    Floats d, lowest;
+    for (int64_t b = 0; b < blocks; b++) {
+        words_of(rows, 84 * b + 16, 0, 16, 1, w);
+        pairs(w, it->fours + 64 * b);
+        words_of(rows, 84 * b, 0, 4, 1, s);
+        halves_of(rows, 84 * b + 80, 0, 1, 1.0f, 1, &d);
+        halves_of(rows, 84 * b + 82, 0, 1, -1.0f, 1, &lowest);
+        for (int i = 0; i < 16; i++) {
+            EACH_ROW it->scales[16 * b + i][j] = d[j] * (float)(int)(BYTE(s, i) & 15);
+            EACH_ROW it->offsets[16 * b + i][j] = lowest[j] * (float)(int)(BYTE(s, i) >> 4);
+        }
+    }
+}
+
+static void q3_k(const uint8_t *const *rows, int64_t blocks, Columns *it) {
+    Words w[16], high[8], s[4];
+    Floats d;
+    for (int64_t b = 0; b < blocks; b++) {
+        words_of(rows, 110 * b + 32, 0, 16, 1, w);
+        words_of(rows, 110 * b, 0, 8, 1, high);
+        pairs(w, it->fours + 64 * b);
+        further_bits(high, 2, it->fours + 64 * b);
+        words_of(rows, 110 * b + 94, 0, 4, 1, s); /* two bytes before, since none are behind */
+        for (int i = 0; i < 3; i++) EACH_ROW s[i][j] = s[i][j] >> 16 | s[i + 1][j] << 16;
+        halves_of(rows, 110 * b + 108, 0, 1, 1.0f, 1, &d);
+        for (int i = 0; i < 16; i++)
+            EACH_ROW {
+                uint32_t low = BYTE(s, i % 8) >> (i < 8 ? 0 : 4) & 15;
+                uint32_t top = BYTE(s, 8 + i % 4) >> i / 4 * 2 & 3;
+                it->scales[16 * b + i][j] = d[j] * (float)((int)(low | top << 4) - 32);
+            }
+    }
+}
+
+static void q4_k(const uint8_t *const *rows, int64_t blocks, Columns *it) {
+    Words w[32];
+    six_bits(rows, 144, blocks, it);
+    for (int64_t b = 0; b < blocks; b++) {
+        words_of(rows, 144 * b + 16, 64, 16, 2, w);
+        nibbles(w, 8, 32, it->fours + 64 * b);
+    }
+}
+
+static void q5_k(const uint8_t *const *rows, int64_t blocks, Columns *it) {
+    Words w[32], high[8];
+    six_bits(rows, 176, blocks, it);
+    for (int64_t b = 0; b < blocks; b++) {
+        words_of(rows, 176 * b + 48, 64, 16, 2, w);
+        words_of(rows, 176 * b + 16, 0, 8, 1, high);
+        nibbles(w, 8, 32, it->fours + 64 * b);
+        further_bits(high, 4, it->fours + 64 * b);
+    }
+}
+
+static void q6_k(const uint8_t *const *rows, int64_t blocks, Columns *it) {
+    Words w[32], high[16], s[4];
+    Floats d;
+    for (int64_t b = 0; b < blocks; b++) {
+        Words *to = it->fours + 64 * b;
+        words_of(rows, 210 * b, 64, 16, 2, w);
+        words_of(rows, 210 * b + 128, 0, 16, 1, high);
+        nibbles(w, 16, 32, to);
+        for (int i = 0; i < 64; i++)
+            EACH_ROW to[i][j] |=
+                (high[i / 32 * 8 + i % 8][j] >> i / 8 % 4 * 2 & EACH_BYTE(3u)) << 4;
+        words_of(rows, 210 * b + 192, 0, 4, 1, s);
+        halves_of(rows, 210 * b + 208, 0, 1, 1.0f, 1, &d);
+        for (int i = 0; i < 16; i++)
+            EACH_ROW it->scales[16 * b + i][j] = d[j] * (float)(int8_t)BYTE(s, i);
+    }
+}
+
+/* Blocks of 32 codes of 4 bits, 16 bytes from byte `start`. */
+INLINE void small_blocks(const uint8_t *const *rows, int64_t start, int64_t stride, int64_t blocks,
+                         Columns *it) {
+    Words w[COLUMNS / 8];
+    words_of(rows, start, stride, 4, blocks, w);
+    nibbles(w, 4, 4 * blocks, it->fours);
+}
+
+static void q5_small(const uint8_t *const *rows, int64_t start, int64_t stride, int64_t blocks,
+                     Columns *it) {
+    Words bits[COLUMNS / 32];
+    small_blocks(rows, start + 4, stride, blocks, it);
+    words_of(rows, start, stride, 1, blocks, bits);
+    fifth_bits(bits, blocks, it->fours);
+}
+
+/* 2 ** (e - 127) / 2 by the byte that begins a block: below 2, a subnormal number. */
+static void exponents(const uint8_t *const *rows, int64_t stride, int64_t blocks, Floats *to) {
+    for (int64_t i = 0; i < blocks; i++)
+        EACH_ROW {
+            uint32_t e = rows[j][i * stride];
+            union { uint32_t u; float f; } bits = {e < 2 ? 0x200000u << e : (e - 1) << 23};
+            to[i][j] = bits.f;
+        }
+}
+
+static void blocks_of(int64_t format, const uint8_t *const *rows, int64_t n, Columns *it) {
+    const int64_t stride = sizes_of[format].bytes;
+    switch (format) {
+    case Q2_K: q2_k(rows, n, it); return;
+    case Q3_K: q3_k(rows, n, it); return;
+    case Q4_K: q4_k(rows, n, it); return;
+    case Q5_K: q5_k(rows, n, it); return;
+    case Q6_K: q6_k(rows, n, it); return;
+    case Q4_0:
+    case IQ4_NL: small_blocks(rows, 2, 18, n, it); break;
+    case Q4_1: small_blocks(rows, 4, 20, n, it); break;
+    case Q5_0: q5_small(rows, 2, 22, n, it); break;
+    case Q5_1: q5_small(rows, 4, 24, n, it); break;
+    case MXFP4:
+        small_blocks(rows, 1, 17, n, it);
+        exponents(rows, 17, n, it->scales);
+        return;
+    case Q8_0:
+        words_of(rows, 2, 34, 8, n, it->fours);
+        for (int64_t i = 0; i < 8 * n; i++) EACH_ROW it->fours[i][j] ^= EACH_BYTE(128u);
+    }
+    halves_of(rows, 0, stride, n, 1.0f, 1, it->scales);
+    if (format == Q4_1 || format == Q5_1) halves_of(rows, 2, stride, n, 1.0f, 1, it->offsets);
+}
+
+/* 4 codes a byte each of the low 16 bits. */
+INLINE uint32_t halves_apart(uint32_t x) {
+    x = (x | x << 8) & 0x00ff00ffu;
+    return (x | x << 4) & EACH_BYTE(15u);
+}
+
+static void plain_codes(int64_t layout, const uint8_t *const *rows, Words *to) {
+    Words w[COLUMNS / 8];
+    if (layout != NIBBLES_LAYOUT) {
+        words_of(rows, 0, 64, 16, COLUMNS / 64, to);
+        for (int64_t i = 0; layout == SIGNED_LAYOUT && i < COLUMNS / 4; i++)
+            EACH_ROW to[i][j] ^= EACH_BYTE(128u);
+        return;
+    }
+    words_of(rows, 0, 64, 16, COLUMNS / 128, w);
+    for (int64_t i = 0; i < COLUMNS / 8; i++) {
+        EACH_ROW to[2 * i][j] = halves_apart(w[i][j] & 0xffff);
+        EACH_ROW to[2 * i + 1][j] = halves_apart(w[i][j] >> 16);
+    }
+}
+
+/* Columns from `first` on, at most COLUMNS, of rows. What is beyond K, and rows that are none, are
+ * codes and scales of 0. The same columns of the rows that are read next are fetched: they are
+ * far apart. */
+static void columns_of_rows(const Stored *s, int64_t first, Columns *it) {
+    _Alignas(64) uint8_t padded[TILE][CHUNK_BYTES];
+    static const uint8_t none[CHUNK_BYTES];
+    const uint8_t *rows[TILE];
+    int64_t layout = s->layout, count = min_int(COLUMNS, s->K - first);
+    int64_t row_bytes = bytes_of(layout, s->K), bytes = bytes_of(layout, count);
+    for (int j = 0; j < TILE; j++) {
+        rows[j] = none;
+        if (it->rows[j] < 0) continue;
+        rows[j] = s->codes[it->of[j]] + it->rows[j] * row_bytes + bytes_of(layout, first);
+        for (int64_t i = 0; i < bytes; i += 64)
+            __builtin_prefetch(rows[j] + s->further * row_bytes + i, 0, 2);
+        if (count < COLUMNS && !has_scales(layout)) {
+            memcpy(padded[j], rows[j], (size_t)bytes);
+            memset(padded[j] + bytes, layout == SIGNED_LAYOUT ? 128 : 0, (size_t)(CHUNK_BYTES - bytes));
+            rows[j] = padded[j];
+        }
+    }
+    if (!has_scales(layout)) plain_codes(layout, rows, it->fours);
+    else blocks_of(layout, rows, count / sizes_of[layout].weights, it);
+    for (int j = 0; j < TILE; j++) {
+        for (int i = 0; it->rows[j] < 0 && i < COLUMNS / 4; i++) it->fours[i][j] = 0;
+        for (int i = 0; it->rows[j] < 0 && i < COLUMN_GROUPS; i++)
+            it->scales[i][j] = it->offsets[i][j] = 0;
+    }
+}
+
+#define LATER 64 /* columns ahead that are fetched, since each is far from the one before it */
 
 /* Where a code lies in words: the word's place, and its shift. */
-INLINE int64_t word_of(const Op *op, int64_t layout, int64_t bits, int64_t N, int64_t row, int64_t k,
-                       int *shift) {
+INLINE int64_t word_of(const Stored *s, int64_t row, int64_t k, int *shift) {
     static const uint8_t places[] = {0, 4, 1, 5, 2, 6, 3, 7}; /* of OUTPUTS_LAYOUT */
-    const int64_t *order = op->p[4];
-    if (layout == OUTPUTS_LAYOUT) {
+    if (s->layout == OUTPUTS_LAYOUT) {
         *shift = 4 * places[row % 8];
-        return k * (N / 8) + row / 8;
+        return k * (s->beside / 8) + row / 8;
     }
-    int64_t bit = (order ? order[k] : k) * bits;
+    int64_t bit = (s->order ? s->order[k] : k) * s->bits;
     *shift = (int)(bit % 32);
-    return bit / 32 * N + row;
+    return bit / 32 * s->beside + row;
+}
+
+/* The same of words, which have a column's outputs side by side. */
+static void columns_of_words(const Stored *s, int64_t first, Columns *it) {
+    int64_t K = s->K, last = min_int(first + COLUMNS, K);
+    const int64_t *rows = it->rows;
+    uint32_t shifts[TILE] = {0}, present[TILE]; /* of an output, beside its column's */
+    int64_t places[TILE] = {0}; /* from the first output of the first matrix */
+    const uint32_t *words = (const uint32_t *)s->codes[0];
+    for (int64_t j = 0; j < TILE; j++) {
+        int shift = 0, none;
+        present[j] = rows[j] < 0 ? 0 : ~0u;
+        if (rows[j] < 0) continue;
+        places[j] = word_of(s, rows[j], 0, &shift) - word_of(s, 0, 0, &none) +
+                    ((const uint32_t *)s->codes[it->of[j]] - words);
+        if (s->layout == OUTPUTS_LAYOUT) shifts[j] = (uint32_t)shift;
+    }
+    const int is_in_runs = s->layout == OUTPUTS_LAYOUT;
+    const vi is_first = lane_numbers() < 8; /* outputs of a vector's first word */
+    const int is_along = s->layout == WORDS_LAYOUT && places[VW - 1] - places[0] == VW - 1 &&
+                         places[TILE - 1] - places[VW] == VW - 1;
+    for (int64_t i = 0; i < divide_up(last - first, 4); i++) {
+        const uint32_t *from[4];
+        uint32_t masks[4], down[4];
+        for (int at = 0; at < 4; at++) {
+            int64_t k = first + 4 * i + at;
+            int shift;
+            masks[at] = k < K ? (1u << s->bits) - 1 : 0;
+            from[at] = words + word_of(s, 0, min_int(k, K - 1), &shift);
+            down[at] = (uint32_t)shift;
+            const uint32_t *later =
+                words + places[0] + word_of(s, 0, min_int(k + LATER, K - 1), &shift);
+            __builtin_prefetch(later, 0, 2);
+            if (is_along) __builtin_prefetch(later + VW, 0, 2);
+        }
+        for (int64_t half = 0; is_along && half < TILE; half += VW) {
+            vu four = {0};
+            for (int at = 0; at < 4; at++) {
+                vu w = (vu)load_f32((const float *)from[at] + places[half]);
+                four |= (w >> down[at] & masks[at]) << (8 * at);
+            }
+            store_f32((float *)it->fours[i] + half, (vf)four);
+        }
+        for (int64_t half = 0; is_in_runs && half < TILE; half += VW) {
+            vu four = {0}, shift = *(const vu_any *)(shifts + half);
+            for (int at = 0; at < 4; at++) {
+                vu w = (vu){0} + from[at][places[half]];
+                vu second = (vu){0} + from[at][places[half + VW - 1]];
+                w = (vu)choose(is_first, (vf)w, (vf)second);
+                four |= (w >> shift & masks[at]) << (8 * at);
+            }
+            *(vu_any *)(it->fours[i] + half) = four & *(const vu_any *)(present + half);
+        }
+        for (int64_t j = 0; !is_along && !is_in_runs && j < TILE; j++) {
+            uint32_t four = 0;
+            for (int at = 0; at < 4; at++)
+                four |= (from[at][places[j]] >> down[at] & masks[at]) << (8 * at);
+            it->fours[i][j] = four & present[j];
+        }
+    }
+    for (int64_t i = divide_up(last - first, 4); i < COLUMNS / 4; i++)
+        memset(it->fours[i], 0, sizeof it->fours[i]);
+}
+
+static void read_columns(const Stored *s, int64_t first, Columns *it) {
+    if (is_by_rows(s->layout)) columns_of_rows(s, first, it);
+    else columns_of_words(s, first, it);
 }
 
 static int64_t unpack_chunks(const Op *op, const Step *step, int threads) {
     (void)threads;
-    return max_int(1, divide_up(step->counts[op->count], UNPACK_ROWS));
-}
-
-static void unpack_words(const Op *op, int64_t first, int64_t last, int64_t N) {
-    int64_t K = op->n[0], layout = op->n[2], bits = op->n[3];
-    const uint32_t *words = op->p[0];
-    uint8_t *codes = op->p[1];
-    for (int64_t k = 0; k < K; k++)
-        for (int64_t row = first; row < last; row++) {
-            int shift;
-            int64_t word = word_of(op, layout, bits, N, row, k, &shift);
-            codes[row * K + k] = (uint8_t)(words[word] >> shift & ((1u << bits) - 1));
-        }
+    return max_int(1, divide_up(step->counts[op->count], TILE));
 }
 
 static void unpack_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {
     (void)me;
     int64_t K = op->n[0], N = op->n[1], layout = op->n[2];
-    int64_t first = chunk * UNPACK_ROWS;
-    int64_t last = min_int(step->counts[op->count], first + UNPACK_ROWS);
+    Stored s = {.codes = {op->p[0]}, .order = op->p[4], .layout = layout, .bits = op->n[3],
+                .K = K, .beside = N, .further = TILE};
+    const Sizes sizes = sizes_of[layout];
     uint8_t *codes = op->p[1];
     float *scales = op->p[2], *offsets = op->p[3];
-    if (!is_by_rows(layout)) {
-        unpack_words(op, first, last, N);
-        return;
+    Columns it = {.of = {0}};
+    for (int64_t j = 0; j < TILE; j++) {
+        int64_t row = chunk * TILE + j;
+        it.rows[j] = row < min_int(N, step->counts[op->count]) ? row : -1;
     }
-    const uint8_t *stored = op->p[0];
-    const int64_t blocks = K / sizes_of[layout].weights, groups = blocks * sizes_of[layout].groups;
-    for (int64_t row = first; row < last; row++) {
-        const uint8_t *from = stored + row * bytes_of(layout, K);
-        if (codes) codes_from(layout, from, K, codes + row * K);
-        if (scales)
-            unpack_row(layout, blocks, from, 0, scales + row * groups,
-                       offsets ? offsets + row * groups : 0);
+    for (int64_t first = 0; first < K; first += COLUMNS) {
+        int64_t count = min_int(COLUMNS, K - first);
+        int64_t groups = has_scales(layout) ? count / sizes.weights * sizes.groups : 0;
+        read_columns(&s, first, &it);
+        for (int64_t j = 0; j < TILE && it.rows[j] >= 0; j++) {
+            int64_t group = it.rows[j] * (groups ? K / (count / groups) : 0) +
+                            (groups ? first / (count / groups) : 0);
+            for (int64_t k = 0; k < count; k += 4)
+                memcpy(codes + it.rows[j] * K + first + k, it.fours[k / 4] + j,
+                       (size_t)min_int(4, count - k));
+            for (int64_t g = 0; scales && g < groups; g++) scales[group + g] = it.scales[g][j];
+            for (int64_t g = 0; offsets && g < groups; g++) offsets[group + g] = it.offsets[g][j];
+        }
     }
 }

@@ -13,8 +13,10 @@ INLINE vi half_of(vf x) {
     return code | ((vi)((vu)x >> 16) & 0x8000);
 }
 
+/* The number of such bits, subnormal numbers, infinities and NaN too. */
 INLINE vf of_half(vi h) {
-    vf x = (vf)((h & 0x7fff) << 13) * 0x1p112f;
+    vi is_large = (h & 0x7c00) == 0x7c00, bits = (h & 0x7fff) << 13;
+    vf x = choose(is_large, (vf)(bits | 0x7f800000), (vf)bits * 0x1p112f);
     return (vf)((vi)x | (h & 0x8000) << 16);
 }
 

@@ -118,9 +118,13 @@ class Awq(msgspec.Struct, frozen=True):
 def _outputs(words: torch.Tensor, n: int) -> torch.Tensor:
     """Words [R, N / 8] -> codes uint8 [N, R], the outputs in order.
 
-    The words are transposed first: 8 times fewer than the codes, which takes 3 ms for 3072 x 1024
-    where a transposed copy of the codes takes 18 (2 cores of an EPYC Zen 5, 2026-11-22).
+    Without native kernels the words are transposed first: 8 times fewer than the codes, which takes
+    3 ms for 3072 x 1024 where a transposed copy of the codes takes 18 (2 cores of an EPYC Zen 5,
+    2026-11-22).
     """
+    layout = stored_layout("OUTPUTS", n, len(words))
+    if layout is not None:
+        return QuantizedWeight(words, torch.empty(0), len(words), 4, layout=layout).unpacked().codes
     words = words.t().contiguous()
     codes = torch.empty(n // 8, 8, words.shape[1], dtype=torch.uint8)
     for place, output in enumerate(AWQ_ORDER):
