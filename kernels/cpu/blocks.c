@@ -372,7 +372,8 @@ INLINE int64_t word_of(const Stored *s, int64_t row, int64_t k, int *shift) {
 }
 
 /* The same of words, which have a column's outputs side by side. */
-static void columns_of_words(const Stored *s, int64_t first, Columns *it) {
+static void columns_of_words(const Stored *stored, int64_t first, Columns *it) {
+    const Stored local = *stored, *s = &local; /* what is stored can't be what is written */
     int64_t K = s->K, last = min_int(first + COLUMNS, K);
     const int64_t *rows = it->rows;
     uint32_t shifts[TILE] = {0}, present[TILE]; /* of an output, beside its column's */
@@ -390,25 +391,29 @@ static void columns_of_words(const Stored *s, int64_t first, Columns *it) {
     const vi is_first = lane_numbers() < 8; /* outputs of a vector's first word */
     const int is_along = s->layout == WORDS_LAYOUT && places[VW - 1] - places[0] == VW - 1 &&
                          places[TILE - 1] - places[VW] == VW - 1;
-    for (int64_t i = 0; i < divide_up(last - first, 4); i++) {
-        const uint32_t *from[4];
-        uint32_t masks[4], down[4];
+    const uint32_t *places_of[COLUMNS + LATER]; /* a column's first word */
+    uint32_t masks[COLUMNS], down[COLUMNS];
+    for (int64_t k = first; k < first + COLUMNS + LATER; k++) {
+        int shift;
+        places_of[k - first] = words + word_of(s, 0, min_int(k, K - 1), &shift);
+        if (k >= first + COLUMNS) continue;
+        masks[k - first] = k < K ? (1u << s->bits) - 1 : 0;
+        down[k - first] = (uint32_t)shift;
+    }
+    int64_t i = 0;
+    for (; i < divide_up(last - first, 4); i++) {
+        const uint32_t *const *from = places_of + 4 * i;
+        const uint32_t *mask = masks + 4 * i, *low = down + 4 * i;
         for (int at = 0; at < 4; at++) {
-            int64_t k = first + 4 * i + at;
-            int shift;
-            masks[at] = k < K ? (1u << s->bits) - 1 : 0;
-            from[at] = words + word_of(s, 0, min_int(k, K - 1), &shift);
-            down[at] = (uint32_t)shift;
-            const uint32_t *later =
-                words + places[0] + word_of(s, 0, min_int(k + LATER, K - 1), &shift);
-            __builtin_prefetch(later, 0, 2);
-            if (is_along) __builtin_prefetch(later + VW, 0, 2);
+            if (from[LATER + at] == from[LATER + at - 1]) continue;
+            __builtin_prefetch(from[LATER + at] + places[0], 0, 2);
+            __builtin_prefetch(from[LATER + at] + places[VW], 0, 2);
         }
         for (int64_t half = 0; is_along && half < TILE; half += VW) {
             vu four = {0};
             for (int at = 0; at < 4; at++) {
                 vu w = (vu)load_f32((const float *)from[at] + places[half]);
-                four |= (w >> down[at] & masks[at]) << (8 * at);
+                four |= (w >> low[at] & mask[at]) << (8 * at);
             }
             store_f32((float *)it->fours[i] + half, (vf)four);
         }
@@ -418,18 +423,18 @@ static void columns_of_words(const Stored *s, int64_t first, Columns *it) {
                 vu w = (vu){0} + from[at][places[half]];
                 vu second = (vu){0} + from[at][places[half + VW - 1]];
                 w = (vu)choose(is_first, (vf)w, (vf)second);
-                four |= (w >> shift & masks[at]) << (8 * at);
+                four |= (w >> shift & mask[at]) << (8 * at);
             }
             *(vu_any *)(it->fours[i] + half) = four & *(const vu_any *)(present + half);
         }
         for (int64_t j = 0; !is_along && !is_in_runs && j < TILE; j++) {
             uint32_t four = 0;
             for (int at = 0; at < 4; at++)
-                four |= (from[at][places[j]] >> down[at] & masks[at]) << (8 * at);
+                four |= (from[at][places[j]] >> low[at] & mask[at]) << (8 * at);
             it->fours[i][j] = four & present[j];
         }
     }
-    for (int64_t i = divide_up(last - first, 4); i < COLUMNS / 4; i++)
+    for (; i < COLUMNS / 4; i++)
         memset(it->fours[i], 0, sizeof it->fours[i]);
 }
 

@@ -1,11 +1,10 @@
 """`streamer bench load`: a checkpoint's way from the page cache into panels, format by format.
 
-Matrices of a decoder are stored in each format, their values random, and read back as the loader
-does: the file into memory (WeightFiles), the format's codes and scales out of it, those into the
-kernels' panels. Rates are of stored bytes, so that two lower bounds stand beside each: reading into
-memory that was used before, as the loader reads a tensor, and reading all of the file into memory
-that the system has to clear first, as it has to for the panels. The fastest run counts. A dense
-matrix, and one that is quantized meanwhile, are the last rows.
+Layers of a decoder are stored in each format, their values random, and loaded as the loader does:
+files into memory (WeightFiles), the format's codes and scales out of it, those into the kernels'
+panels, parts that are computed as one together. Rates are of stored bytes; beside each stands that
+of reading all of the file into memory that nothing used before, as the panels' is, on one thread.
+The fastest run counts. Dense matrices, and those that are quantized meanwhile, are the last rows.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 import msgspec
 
 from streamer.errors import ConfigError
-from streamer.loadtest.inside.linear import LAYER
 from streamer.loadtest.table import terminal
 
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from streamer.kernels.weights import Weight
     from streamer.model.checkpoint import TensorEntry
     from streamer.model.files import WeightFiles
     from streamer.model.quantization.interface import Scheme
@@ -37,18 +36,29 @@ FILE = "weights"
 MAX_RATE = 100  # GB/s; beyond, nothing is done
 
 
+# Qwen3-0.6B's: outputs of the matrices that are computed as one, their inputs, gates.
+LAYER = (
+    ((2048, 1024, 1024), 1024, None),
+    ((1024,), 2048, None),
+    ((3072, 3072), 1024, "silu"),
+    ((1024,), 3072, None),
+)
+
+
 class Stored(NamedTuple):
-    """A matrix in the file: its shape, gates, and tensors with the shapes that they are read in."""
+    """A matrix in the file: its shape, and tensors with the shapes that they are read in."""
 
     n: int
     k: int
-    gates: str | None
     tensors: dict[str, tuple[TensorEntry, tuple[int, ...]]]
+
+
+Layer = list[tuple[list[Stored], str | None]]  # matrices that are computed as one, gates
 
 
 class Measured(msgspec.Struct, frozen=True):
     """One format: bytes of the file, and seconds of reading it into new memory, of reading a tensor
-    after the other, of parsing and of packing into new memory."""
+    after the other, of parsing, of packing, and of loading it: these three and what is between."""
 
     name: str
     stored: int
@@ -56,12 +66,13 @@ class Measured(msgspec.Struct, frozen=True):
     read: float
     parse: float
     pack: float
+    load: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How many layers, formats and threads."""
     add = parser.add_argument
-    add("--layers", type=int, default=4, help="of Qwen3-0.6B's shapes (4)")
+    add("--layers", type=int, default=16, help="of Qwen3-0.6B's shapes (16)")
     add("--formats", nargs="+", metavar="NAME", help="instead of all, as the table names them")
     add("--threads", type=int, help="of the kernels (all cores)")
     add("--repeats", type=int, default=5, help="of which the fastest counts (5)")
@@ -127,16 +138,17 @@ def measure(name: str, scheme: Scheme, layers: int, repeats: int) -> Measured:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         with (Path(folder) / FILE).open("wb") as file:
-            matrices = [
-                Stored(n, k, gates, write(file, scheme, n, k))
+            found: list[Layer] = [
+                [
+                    ([Stored(n, k, write(file, scheme, n, k)) for n in outputs], gates)
+                    for outputs, k, gates in LAYER
+                ]
                 for _ in range(layers)
-                for n, k, gates in LAYER
             ]
             stored = file.tell()
         with closing(WeightFiles(Path(folder))) as files, torch.inference_mode():
             runs = [
-                (read_new(Path(folder) / FILE), *load(files, scheme, matrices))
-                for _ in range(repeats)
+                (read_new(Path(folder) / FILE), *load(files, scheme, found)) for _ in range(repeats)
             ]
     return Measured(name, stored, *map(min, zip(*runs, strict=True)))
 
@@ -149,7 +161,10 @@ def write(
 
     found = {}
     for name, rule in scheme.stored(n, k, ()).items():
-        dtype, shape = rule.dtypes[0], rule.shapes[0]
+        if not rule.is_needed:
+            continue
+        dtype = "BF16" if "BF16" in rule.dtypes else rule.dtypes[0]
+        shape = rule.shapes[0]
         values = random_values(name, dtype, shape, (n, k))
         start = file.tell()
         file.write(values.numpy().tobytes())
@@ -174,7 +189,8 @@ def random_values(
     if name == "weight_shape":
         return torch.tensor(of).view(torch.uint8)
     if name == "g_idx":
-        return (torch.randperm(of[1]) // 128).to(torch.int32).view(torch.uint8)
+        inputs = torch.Generator().manual_seed(of[1])  # all that have the same, in one order
+        return (torch.randperm(of[1], generator=inputs) // 128).to(torch.int32).view(torch.uint8)
     if dtype in LAYOUTS:
         layout = LAYOUTS[dtype]
         low, high = (112, 124) if dtype == "MXFP4" else (0x20, 0x40)  # of scales, below 2
@@ -204,46 +220,64 @@ def read_new(path: Path) -> float:
 
 
 def load(
-    files: WeightFiles, scheme: Scheme, matrices: Sequence[Stored]
-) -> tuple[float, float, float]:
-    """Seconds of reading, of parsing and of packing all matrices once."""
+    files: WeightFiles, scheme: Scheme, layers: Sequence[Layer]
+) -> tuple[float, float, float, float]:
+    """Seconds of reading, of parsing, of packing all layers once, and of all."""
     import torch
 
     from streamer.kernels.cpu import native
-    from streamer.model.loader import TORCH_DTYPES
-    from streamer.model.quantization.interface import check_finite
+    from streamer.model.memory import return_freed
 
     read = parse = pack = 0.0
     kept = []  # as a model keeps them
-    for n, k, gates, stored in matrices:
-        start = time.perf_counter()
-        raw = {name: files.read(entry) for name, (entry, _) in stored.items()}
-        now = time.perf_counter()
-        read, start = read + now - start, now
-        tensors = {}
-        for name, (entry, shape) in stored.items():
-            kind = TORCH_DTYPES.get(entry.dtype)
-            data = raw.pop(name)
-            tensors[name] = data.view(n, -1) if kind is None else data.view(kind).view(shape)
-        weight = scheme.read(tensors, n, k)
-        if not isinstance(weight, torch.Tensor):
-            weight = check_finite("", weight)
-        now = time.perf_counter()
-        parse, start = parse + now - start, now
-        kept.append(native.pack_weight([weight], None, gates, dtype=torch.bfloat16))
-        pack += time.perf_counter() - start
-    return read, parse, pack
+    begin = time.perf_counter()
+    for layer in layers:
+        for matrices, gates in layer:
+            parts = []
+            for matrix in matrices:
+                start = time.perf_counter()
+                raw = [files.read(entry) for entry, _ in matrix.tensors.values()]
+                now = time.perf_counter()
+                read, start = read + now - start, now
+                parts.append(parsed(scheme, matrix, raw))
+                parse += time.perf_counter() - start
+            start = time.perf_counter()
+            kept.append(native.pack_weight(parts, None, gates, dtype=torch.bfloat16))
+            pack += time.perf_counter() - start
+            del parts, raw
+        files.memory.shrink()
+        return_freed()
+    return read, parse, pack, time.perf_counter() - begin
+
+
+def parsed(scheme: Scheme, matrix: Stored, raw: list[torch.Tensor]) -> Weight:
+    """A matrix of its tensors' bytes, with the loader's checks."""
+    import torch
+
+    from streamer.model.loader import CHECKED, TORCH_DTYPES
+    from streamer.model.quantization.interface import check_finite, check_numbers
+
+    tensors = {}
+    for (name, (entry, shape)), data in zip(matrix.tensors.items(), raw, strict=True):
+        kind = TORCH_DTYPES.get(entry.dtype)
+        tensors[name] = data.view(matrix.n, -1) if kind is None else data.view(kind).view(shape)
+        if entry.dtype in CHECKED:
+            check_numbers(name, tensors[name])
+    weight = scheme.read(tensors, matrix.n, matrix.k)
+    return weight if isinstance(weight, torch.Tensor) else check_finite("", weight)
 
 
 def table(found: Sequence[Measured]) -> list[tuple[str, ...]]:
-    """Rows of text: gigabytes of the file a second."""
+    """Rows of text: gigabytes of the file a second, and the rate of reading into new memory as a
+    share of that of parsing and packing, and of loading."""
     rows: list[tuple[str, ...]] = [
-        ("format", "MB", "read, GB/s", "new", "parse", "pack", "both", "/ new")
+        ("format", "MB", "new, GB/s", "read", "parse", "pack", "both", "/ new", "load", "/ new")
     ]
     for one in found:
         both = one.parse + one.pack
-        seconds = (one.read, one.read_new, one.parse, one.pack, both)
+        seconds = (one.read_new, one.read, one.parse, one.pack, both, one.load)
         rates = [one.stored / s / 1e9 for s in seconds]
         shown = ["-" if rate > MAX_RATE else f"{rate:.1f}" for rate in rates]
-        rows.append((one.name, f"{one.stored / 1e6:.0f}", *shown, f"{one.read_new / both:.2f}"))
+        shown.insert(5, f"{one.read_new / both:.2f}")
+        rows.append((one.name, f"{one.stored / 1e6:.0f}", *shown, f"{one.read_new / one.load:.2f}"))
     return rows
