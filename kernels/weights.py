@@ -39,7 +39,8 @@ class NotFinite(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """w[n, k] = scales[n, k // group] * (value - zero) + offsets[n, k // group].
+    """w[n, k] = scales[n, k // group] * (value - zero) + offsets[n, k // group], or with zeros of
+    groups, scales * value - scales * zeros[n, k // group].
 
     codes        uint8 [N, K], one a byte, each below 2**bits; value = table[code] where there is a
                  table, else the code. Or float8_e4m3fn [N, K]: bits 8, zero 0, no table, no offsets
@@ -48,7 +49,9 @@ class QuantizedWeight:
     group        16, 32, 64, 128 or K (a scale for each output)
     bits         2 to 8
     zero         the constant zero point of a symmetric format: 8 of Q4_0, 128 of int8 as uint8
-    offsets      float32 like scales: -scale * zero point of an asymmetric format, -dmin * m of Q4_K
+    offsets      float32 like scales: -dmin * m of Q4_K
+    zeros        uint8 like scales, below 2**bits: zero points of an asymmetric format, without
+                 offsets and with a zero of 0
     table        uint8 [16], the values of 4-bit codes that are no integers in order (IQ4_NL, MXFP4)
     permutation  int64 [K]: column k of codes multiplies x[:, permutation[k]] (GPTQ's desc_act)
     layout       codes are still as a file has them; all else is as without. `unpacked` ends that
@@ -63,6 +66,7 @@ class QuantizedWeight:
     table: torch.Tensor | None = None
     permutation: torch.Tensor | None = None
     layout: Layout | None = None
+    zeros: torch.Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -73,6 +77,12 @@ class QuantizedWeight:
     def has_offsets(self) -> bool:
         """Whether groups have offsets, wherever they are."""
         return self.offsets is not None or (self.layout is not None and self.layout.has_offsets)
+
+    def with_offsets(self) -> QuantizedWeight:
+        """The same with offsets in place of zeros."""
+        if self.zeros is None:
+            return self
+        return dataclasses.replace(self, offsets=-self.scales * self.zeros, zeros=None)
 
     def unpacked(self) -> QuantizedWeight:
         """The same with a byte for each code, and scales beside them."""
@@ -99,7 +109,7 @@ def dequantize(weight: Weight) -> torch.Tensor:
     """The weight as float32 [N, K], columns in the order of x; a dense one is converted."""
     if isinstance(weight, torch.Tensor):
         return weight.float()
-    weight = weight.unpacked()
+    weight = weight.unpacked().with_offsets()
     n, k = weight.shape
     values = weight.codes
     if weight.table is not None:
@@ -151,12 +161,14 @@ def columns_of(weight: Weight, start: int, end: int) -> Weight:
 def _sliced(
     weight: QuantizedWeight, rows: slice, columns: slice, groups: slice, group: int
 ) -> QuantizedWeight:
-    weight, offsets = weight.unpacked(), weight.offsets
+    weight = weight.unpacked()
+    offsets, zeros = weight.offsets, weight.zeros
     return dataclasses.replace(
         weight,
         codes=weight.codes[rows, columns].clone(),
         scales=weight.scales[rows, groups].clone(),
         offsets=None if offsets is None else offsets[rows, groups].clone(),
+        zeros=None if zeros is None else zeros[rows, groups].clone(),
         group=group,
     )
 

@@ -3,15 +3,15 @@
  *   PACK            p  weight [N, K] of the op's dtype, packed (linear.c), weight of the ups
  *                   n  K, N
  *   PACK_QUANTIZED  p  codes as stored (blocks.c), packed (quantized_linear.c), scales and offsets
- *                      (float [N, groups]) or 0, order or 0, the first four of the ups without
- *                      `packed`, faults (uint8 [panels])
+ *                      (float [N, groups]) or zeros (uint8) or 0, order or 0, the ups' codes, scales
+ *                      and offsets or zeros, faults (uint8 [panels])
  *                   n  K, N, group, block, form: as there, layout, bits and outputs (of words: those
  *                      side by side in memory)
  *   flags  GATE_*: N / 2 gates and N / 2 ups, a matrix each, become panels of VW gates and VW ups
  *
  * Scales of GGUF's blocks are read from these. Scales and offsets are rounded to float16 unless the
- * form has WIDE_SCALES, and offsets divided by scales where it has ZEROS: what that loses is a fault,
- * and the matrix has to be packed in a form that holds it.
+ * form has WIDE_SCALES: more than half a step in the last place is a fault, and the matrix has to be
+ * packed in that form.
  */
 #include "blocks.c"
 #include "common.h"
@@ -79,7 +79,7 @@ static void pack_run(const Op *op, const Step *step, int64_t panel, Worker *me) 
     }
 }
 
-enum { ROUNDED = 1, NO_ZEROS = 2, NOT_FINITE = 4 }; /* faults */
+enum { ROUNDED = 1, NOT_FINITE = 2 }; /* faults */
 
 /* Numbers from..to of each row of a matrix of floats [N, groups], p and that of the ups. */
 static void pack_floats(const Op *op, const Columns *it, int p, int64_t from, int64_t to,
@@ -127,20 +127,15 @@ INLINE int put_numbers(char *to, const float *from, int form) {
     return any_of(faults) ? ROUNDED : 0;
 }
 
-/* Offsets as zero points from 0 to 15, two a byte; what is lost. */
-INLINE int put_zeros(uint8_t *to, const float *scales, const float *offsets) {
-    vi both = {0}, faults = {0};
-    for (int half = 0; half < 2; half++) {
-        vf scale = load_f32(scales + half * VW), offset = load_f32(offsets + half * VW);
-        vi is_none = (scale == 0.0f) & (offset == 0.0f);
-        vf zero = choose(is_none, (vf){0}, offset / scale);
-        zero = splat(12582912.0f) - (zero + 12582912.0f); /* to the nearest, less than 0 */
-        faults |= ~((zero >= 0.0f) & (zero <= 15.0f) & (-(zero * scale) == offset));
-        both |= (__builtin_convertvector(zero, vi) & 15) << 4 * half;
+/* Zero points of group g, two a byte. */
+INLINE void put_zeros(uint8_t *to, const Op *op, const Columns *it, int64_t g) {
+    int64_t groups = divide_up(op->n[0], op->n[2]);
+    uint8_t zeros[TILE];
+    for (int j = 0; j < TILE; j++) {
+        const uint8_t *matrix = op->p[it->of[j] ? 7 : 3];
+        zeros[j] = it->rows[j] < 0 ? 0 : matrix[it->rows[j] * groups + g];
     }
-    vb narrow = __builtin_convertvector(both, vb);
-    memcpy(to, &narrow, sizeof narrow);
-    return any_of(faults) ? NO_ZEROS : 0;
+    for (int j = 0; j < VW; j++) to[j] = (uint8_t)(zeros[j] | zeros[j + VW] << 4);
 }
 
 INLINE int are_finite(const float *x) {
@@ -149,19 +144,21 @@ INLINE int are_finite(const float *x) {
     return !any_of(strange);
 }
 
-/* What precedes the codes of group g, of TILE outputs; what is lost. */
-static int pack_header(const Shape *shape, char *to, int64_t g, const float *scales,
-                       const float *offsets) {
+/* What precedes the codes of group g, the one `here` of the columns; faults. */
+static int pack_header(const Op *op, const Shape *shape, char *to, const Columns *it, int64_t g,
+                       int64_t here) {
     char *group = to + group_at(shape, g);
+    const float *scales = it->scales[here], *offsets = it->offsets[here];
     int faults = put_numbers(group, scales, shape->form);
-    if (shape->form & (OFFSETS | ZEROS) && !are_finite(offsets)) faults |= NOT_FINITE;
     if (!are_finite(scales)) faults |= NOT_FINITE;
-    if (shape->form & OFFSETS)
+    if (shape->form & OFFSETS) {
         faults |= put_numbers(group + shape->header / 2, offsets, shape->form);
+        if (!are_finite(offsets)) faults |= NOT_FINITE;
+    }
     if (shape->form & ZEROS) {
         uint8_t *zeros = (uint8_t *)to + zeros_at(shape, g);
         if (g % TOGETHER == 0) memset(zeros, 0, VW * TOGETHER);
-        faults |= put_zeros(zeros, scales, offsets);
+        put_zeros(zeros, op, it, g);
     }
     return faults;
 }
@@ -186,11 +183,12 @@ static void pack_quantized_run(const Op *op, const Step *step, int64_t panel, Wo
         int64_t from = divide_up(first, group), until = min_int(groups, divide_up(last, group));
         read_columns(&s, first, &it);
         if (op->p[2] && from < until) pack_floats(op, &it, 2, from, until, it.scales);
-        if (op->p[3] && from < until) pack_floats(op, &it, 3, from, until, it.offsets);
+        if (op->p[3] && shape.form & OFFSETS && from < until)
+            pack_floats(op, &it, 3, from, until, it.offsets);
         for (int64_t k = first; k < last; k += 16, left -= 16, out += 2 * TILE * bits) {
             Words *c = it.fours + (k - first) / 4;
             if (left == 0) {
-                faults |= pack_header(&shape, to, g, it.scales[here], it.offsets[here]);
+                faults |= pack_header(op, &shape, to, &it, g, here);
                 out = to + group_at(&shape, g) + shape.header;
                 left = group;
                 g++, here++;

@@ -30,7 +30,7 @@ from streamer.kernels.weights import NotFinite, QuantizedWeight, Weight, dequant
 
 # quantized_linear.c's form
 EIGHT_BITS, SIX_BITS, OFFSETS, WIDE_SCALES, ZEROS, ZERO = 1, 2, 4, 8, 16, 32
-ROUNDED, NO_ZEROS, NOT_FINITE = 1, 2, 4  # pack.c's faults
+NOT_FINITE = 2  # pack.c's fault
 TOGETHER = 4  # groups whose zeros lie together
 BLOCK = 32  # columns that share a scale of the activations,
 SPAN = 128  # and beside weights of few bits: beyond, integer sums may exceed dot.h's 2**22
@@ -62,6 +62,8 @@ class Quantized:
         dtype: torch.dtype,
     ) -> None:
         parts = [as_integers(part) for part in parts]
+        if packed_bits(parts[0]) > 4 or parts[0].table is not None:  # zeros take 4 bits
+            parts = [part.with_offsets() for part in parts]
         first = parts[0]
         n, k = sum(part.shape[0] for part in parts), first.shape[1]
         block, span = block_of(first)
@@ -70,16 +72,16 @@ class Quantized:
         self._dtype = dtype
         self.shape = (n, k)
         pieces = pieces_of(parts, has_gates=flags > 1)
-        form = _narrowest(parts)
-        while True:
-            self._sizes = (group, block, span, form)
+        form = {4: 0, 6: SIX_BITS, 8: EIGHT_BITS}[packed_bits(first)] + ZERO * first.zero
+        form += ZEROS if first.zeros is not None else OFFSETS * first.has_offsets
+        for scales in (0, WIDE_SCALES):
+            self._sizes = (group, block, span, form + scales)
             self._packed = new_panels(n, _panel_bytes(k, *self._sizes), has_gates=flags > 1)
             faults = self._pack(pieces, flags)
             if faults & NOT_FINITE:
                 raise NotFinite("scales or offsets: some are NaN or infinite")
             if not faults:
                 break
-            form += OFFSETS - ZEROS if faults & NO_ZEROS else WIDE_SCALES
             chunks.give_back(self._packed.view(-1))
         self.num_bytes = self._packed.numel()
 
@@ -95,8 +97,8 @@ class Quantized:
             panels, here = panels[count:], panels[:count]
             layout = "BYTES" if part.layout is None else part.layout.name
             faults = torch.zeros(count, dtype=torch.uint8)
-            (codes, scales, offsets), *ups = [_pointers(p) for p in piece]
-            pointers = (codes, here, scales, offsets, part.permutation, *(ups or [(None,) * 3])[0])
+            (codes, scales, beside), *ups = [_pointers(p) for p in piece]
+            pointers = (codes, here, scales, beside, part.permutation, *(ups or [(None,) * 3])[0])
             side_by_side = part.codes.stride(0) * (8 if layout == "OUTPUTS" else 1)
             sizes = (k, n, group, block, form, LAYOUTS.index(layout), part.bits, side_by_side)
             call = Call(
@@ -157,19 +159,6 @@ def block_of(weight: QuantizedWeight) -> tuple[int, int]:
     raise ValueError(f"groups of {group} columns: the native kernels need a multiple of 16")
 
 
-def _narrowest(parts: Sequence[QuantizedWeight]) -> int:
-    """The form that takes least, as far as a first row tells whether offsets are zero points."""
-    first = parts[0]
-    bits = packed_bits(first)
-    form = {4: 0, 6: SIX_BITS, 8: EIGHT_BITS}[bits] + ZERO * first.zero
-    if not first.has_offsets:
-        return form
-    if bits > 4 or first.zero or first.table is not None or first.offsets is None:
-        return form + OFFSETS
-    zeros = -(first.offsets[0] / first.scales[0])
-    return form + (ZEROS if bool(((zeros > -0.5) & (zeros < 15.5)).all()) else OFFSETS)
-
-
 def _panel_bytes(k: int, group: int, block: int, span: int, form: int) -> int:
     """Bytes of a panel, as quantized_linear.c has it."""
     del span
@@ -181,8 +170,9 @@ def _panel_bytes(k: int, group: int, block: int, span: int, form: int) -> int:
 
 
 def _pointers(part: QuantizedWeight) -> tuple[torch.Tensor | None, ...]:
-    """Codes, and scales and offsets that are not among them."""
-    return part.codes, part.scales if len(part.scales) else None, part.offsets
+    """Codes, and scales and offsets or zeros that are not among them."""
+    beside = part.offsets if part.zeros is None else part.zeros
+    return part.codes, part.scales if len(part.scales) else None, beside
 
 
 def pieces_of(
@@ -210,6 +200,7 @@ def _contiguous(part: QuantizedWeight) -> QuantizedWeight:
         codes=part.codes.contiguous(),
         scales=part.scales.contiguous(),
         offsets=None if part.offsets is None else part.offsets.contiguous(),
+        zeros=None if part.zeros is None else part.zeros.contiguous(),
     )
 
 
@@ -229,9 +220,13 @@ def _cut(weight: QuantizedWeight, first: int, last: int) -> QuantizedWeight:
     else:
         outputs = weight.shape[0] // codes.shape[1]  # of a word
         codes = codes[:, first // outputs : last // outputs]
-    offsets = None if weight.offsets is None else weight.offsets[rows]
     return dataclasses.replace(
-        weight, codes=codes, scales=weight.scales[rows], offsets=offsets, layout=layout
+        weight,
+        codes=codes,
+        scales=weight.scales[rows],
+        offsets=None if weight.offsets is None else weight.offsets[rows],
+        layout=layout,
+        zeros=None if weight.zeros is None else weight.zeros[rows],
     )
 
 
@@ -267,7 +262,7 @@ def _is_one_form(a: Weight, b: Weight) -> bool:
         == (b.group, packed_bits(b), b.zero, b.codes.is_floating_point())
         and _same(a.table, b.table)
         and _same(a.permutation, b.permutation)
-        and a.has_offsets == b.has_offsets
+        and (a.has_offsets, a.zeros is None) == (b.has_offsets, b.zeros is None)
     )
 
 
@@ -278,6 +273,7 @@ def _stacked(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     if not all(_is_laid_alike(part, parts[0]) for part in parts):
         parts = [part.unpacked() for part in parts]
     offsets = [part.offsets for part in parts if part.offsets is not None]
+    zeros = [part.zeros for part in parts if part.zeros is not None]
     layout = parts[0].layout
     if layout is not None:
         n = sum(part.shape[0] for part in parts)
@@ -290,6 +286,7 @@ def _stacked(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
         scales=torch.cat([part.scales for part in parts]),
         bits=max(part.bits for part in parts),
         offsets=torch.cat(offsets) if offsets else None,
+        zeros=torch.cat(zeros) if zeros else None,
     )
 
 
@@ -303,7 +300,9 @@ def widest(parts: Sequence[Weight]) -> list[Weight]:
     """The parts in one form that holds them all exactly: codes of the most bits in their smallest
     groups, or dense where one is or where permutations differ."""
     quantized = [
-        as_integers(part.unpacked()) for part in parts if isinstance(part, QuantizedWeight)
+        as_integers(part.unpacked()).with_offsets()
+        for part in parts
+        if isinstance(part, QuantizedWeight)
     ]
     is_one_order = all(_same(part.permutation, quantized[0].permutation) for part in quantized)
     if len(quantized) < len(parts) or not is_one_order:

@@ -132,8 +132,12 @@ def random_weight(n: int, k: int, form: Form | None) -> Any:
         return torch.randn(n, k).bfloat16()
     codes = torch.randint(0, 2**form.bits, (n, k), dtype=torch.uint8)
     scales = torch.full((n, k // form.group), 2.0**-7)
-    offsets = scales * -form.offset if form.offset else None
-    return QuantizedWeight(codes, scales, form.group, form.bits, form.zero, offsets)
+    offsets = zeros = None
+    if form.offset.is_integer():
+        zeros = torch.full_like(scales, form.offset, dtype=torch.uint8) if form.offset else None
+    else:
+        offsets = scales * -form.offset
+    return QuantizedWeight(codes, scales, form.group, form.bits, form.zero, offsets, zeros=zeros)
 
 
 def recorded(stack: Sequence[Sequence[Any]], count: int) -> Any:

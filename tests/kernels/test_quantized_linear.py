@@ -6,7 +6,6 @@ are scaled and added in order. `dequantize` is what it approximates.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 
@@ -62,20 +61,21 @@ def make(
     groups = -(-k // group)
     scales = (torch.rand(n, groups, generator=random) * 0.01 + 0.001).half().float()
     offsets = (torch.randn(n, groups, generator=random) * 0.02).half().float()
+    zeros = None
     if wide:
         scales *= 1e-6
     if zero < 0:
-        zero, zeros = 0, torch.randint(0, 2**bits, (n, groups), generator=random)
-        offsets = -scales * zeros
+        zero, zeros = 0, torch.randint(0, 2**bits, (n, groups), generator=random).byte()
     return QuantizedWeight(
         torch.randint(0, 2**bits, (n, k), generator=random, dtype=torch.uint8),
         scales,
         group,
         bits,
         zero,
-        offsets if has_offsets else None,
+        offsets if has_offsets and zeros is None else None,
         torch.randint(0, 256, (16,), generator=random, dtype=torch.uint8) if has_table else None,
         torch.randperm(k, generator=random) if is_permuted else None,
+        zeros=zeros,
     )
 
 
@@ -88,15 +88,6 @@ def fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     if IS_OLD:
         return a * b + c
     return (a.double() * b.double() + c.double()).float()
-
-
-def zero_points(weight: QuantizedWeight) -> torch.Tensor | None:
-    """Of a weight whose offsets are those of 4-bit codes, as floats."""
-    if weight.offsets is None or weight.bits > 4 or weight.zero or weight.table is not None:
-        return None
-    zeros = -(weight.offsets / weight.scales).round()
-    is_one = (zeros >= 0) & (zeros <= 15) & (-(zeros * weight.scales) == weight.offsets)
-    return zeros if bool(is_one.all()) else None
 
 
 def exact(weight: QuantizedWeight, x: torch.Tensor) -> torch.Tensor:
@@ -112,7 +103,7 @@ def exact(weight: QuantizedWeight, x: torch.Tensor) -> torch.Tensor:
     values = F.pad(codes.double() - weight.zero, padding).view(n, -1, block)
     sums = torch.einsum("tbk,nbk->tnb", activations.double(), values)
     totals = activations.float().sum(-1)
-    zeros = zero_points(weight)
+    zeros = weight.zeros
     y = torch.zeros(len(x), n)
     total = torch.zeros(len(x), n)
     for b in range(sums.shape[2]):
@@ -123,7 +114,7 @@ def exact(weight: QuantizedWeight, x: torch.Tensor) -> torch.Tensor:
         if zeros is not None:
             product -= zeros[:, g] * totals[:, b, None]
         total = fused(product * own, weight.scales[:, g], total)
-        if weight.offsets is not None and zeros is None:
+        if weight.offsets is not None:
             total = fused(weight.offsets[:, g], totals[:, b, None] * own, total)
         if own is not size and ((b + 1) * block % span == 0 or b + 1 == sums.shape[2]):
             y, total = fused(total, size, y), torch.zeros(len(x), n)
@@ -244,21 +235,13 @@ def test_zero_points_take_as_many_bits_as_codes(
 ) -> None:
     """Where offsets are those of 4-bit codes: 4.63 bits a weight in groups of 32, not 5."""
     weight = make(64, 256, form)
-    zeros = zero_points(weight)
-    assert (zeros is None) == (form[2] >= 0)
     (matrix,) = native.pack_weight([weight], dtype=torch.float32).matrices
-    if zeros is not None and weight.offsets is not None:
-        beyond = weight.offsets.clone()
-        beyond[37, -1] = -weight.scales[37, -1] * 16  # a first row doesn't tell
-        other = dataclasses.replace(weight, offsets=beyond)
-        (wider,) = native.pack_weight([other], dtype=torch.float32).matrices
-        assert wider.num_bytes >= matrix.num_bytes
-        x = inputs(3, 256)
-        y = native.pack_weight([other], dtype=torch.float32)(x)
-        held = dataclasses.replace(other, offsets=beyond.half().float())
-        assert torch.equal(y, exact(held, x))
+    (other,) = native.pack_weight([weight.with_offsets()], dtype=torch.float32).matrices
+    assert (weight.zeros is None) == (form[2] >= 0)
+    assert other.num_bytes >= matrix.num_bytes
     if form[:3] == (4, 32, -1):
         assert matrix.num_bytes == 64 * 256 * 37 // 64
+        assert other.num_bytes == 64 * 256 * 5 // 8
 
 
 def test_float8_becomes_integers() -> None:

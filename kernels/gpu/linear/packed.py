@@ -81,7 +81,9 @@ def pack_weight(
     is_table: bool = False,
 ) -> Linear | Packed:
     """See Backend.pack_weight. A single dense part is not rearranged, and its memory is kept."""
-    parts = [part if isinstance(part, torch.Tensor) else part.unpacked() for part in parts]
+    parts = [
+        part if isinstance(part, torch.Tensor) else part.unpacked().with_offsets() for part in parts
+    ]
     computing = dtype
     if computing is None:
         computing = next((p.dtype for p in parts if isinstance(p, torch.Tensor)), torch.bfloat16)

@@ -187,7 +187,7 @@ def compensated(
             left[end:].addmm_(factor[column:end, end:].t(), lost, alpha=-1)
 
     in_parallel(rows, n, -(-n // num_cores()))
-    return QuantizedWeight(codes, scales, group, 4, offsets=-scales * zeros)
+    return QuantizedWeight(codes, scales, group, 4, zeros=zeros.to(torch.uint8))
 
 
 def factor_of(gram: torch.Tensor) -> torch.Tensor:

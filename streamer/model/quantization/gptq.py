@@ -140,11 +140,11 @@ def with_zeros(
     group: int,
     layout: Layout | None = None,
 ) -> QuantizedWeight:
-    """Codes with zero points like scales: a constant where all are equal, else offsets."""
+    """Codes with zero points, uint8 like scales: a constant where all are equal."""
     first = int(zeros[0, 0])
     if bool((zeros == first).all()):
         return QuantizedWeight(codes, scales, group, bits, zero=first, layout=layout)
-    return QuantizedWeight(codes, scales, group, bits, offsets=-scales * zeros, layout=layout)
+    return QuantizedWeight(codes, scales, group, bits, layout=layout, zeros=zeros)
 
 
 def group_order(groups: torch.Tensor | None, group: int, k: int) -> torch.Tensor | None:

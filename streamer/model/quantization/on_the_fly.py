@@ -110,7 +110,7 @@ def quantize(
         search = _natively if is_native else _searched
         zeros = torch.empty_like(scales)
         scales = search(weight, codes, scales, zeros, scale_dtype, group)
-        return QuantizedWeight(codes, scales, group, bits, offsets=zeros.mul_(scales).neg_())
+        return QuantizedWeight(codes, scales, group, bits, zeros=zeros.to(torch.uint8))
     if kind == "int8" and is_native:
         scales = _natively(weight, codes, scales, None, scale_dtype, group)
         return QuantizedWeight(codes, scales, group, bits, zero=128)

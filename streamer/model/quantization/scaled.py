@@ -52,7 +52,11 @@ class Grid(msgspec.Struct, frozen=True):
 
     def spread(self, scales: torch.Tensor, n: int, k: int) -> torch.Tensor:
         """Scales of this grid as float32 [n, ceil(k / held_group)]."""
-        values = scale_values(scales).reshape(-1, num_groups(k, self.columns))
+        return self.spread_zeros(scale_values(scales), n, k)
+
+    def spread_zeros(self, values: torch.Tensor, n: int, k: int) -> torch.Tensor:
+        """The same of zero points, as they are."""
+        values = values.reshape(-1, num_groups(k, self.columns))
         if values.shape[0] != n:  # one for several rows, the last of which may be fewer
             times = n if self.rows == -1 else min(self.rows, n)
             values = values.repeat_interleave(times, 0)[:n]
@@ -130,9 +134,10 @@ class Numbers(msgspec.Struct, frozen=True):
                 raise wrong("weight", f"has values beyond {self.bits} bits", "num_bits")
         if not self.has_zeros:
             return QuantizedWeight(codes, scales, group, self.bits, zero=zero, layout=layout)
-        zeros = grid.spread(tensors["weight_zero_point"].float() + zero, n, k)
-        if bool(((zeros < 0) | (zeros >= 2 * zero)).any()):
+        zeros = (tensors["weight_zero_point"] + zero).view(torch.uint8)
+        if self.bits < 8 and bool((zeros >= 2 * zero).any()):
             raise wrong("weight_zero_point", f"has values beyond {self.bits} bits", "num_bits")
+        zeros = grid.spread_zeros(zeros, n, k)
         return with_zeros(codes, scales, zeros, self.bits, group, layout)
 
 
@@ -187,8 +192,8 @@ class Packed(msgspec.Struct, frozen=True):
             )
         words = tensors["weight_zero_point"].view(-1, num_groups(k, self.grid.columns)).t()
         count = 1 if self.grid.rows == -1 else n
-        zeros = unpack(words_as_bytes(words), self.bits, count).t().float()
-        zeros = self.grid.spread(zeros, n, k)
+        zeros = unpack(words_as_bytes(words), self.bits, count).t()
+        zeros = self.grid.spread_zeros(zeros, n, k)
         weight = with_zeros(codes, scales, zeros, self.bits, group, layout)
         return dataclasses.replace(weight, permutation=order)
 

@@ -150,13 +150,12 @@ def _stored(weight: QuantizedWeight, kind: str, dtype: torch.dtype) -> dict[str,
         return {"weight": weight.codes, "weight_scale": scales}
     if kind == "int8":
         return {"weight": (weight.codes ^ 0x80).view(torch.int8), "weight_scale": scales}
-    if weight.offsets is None:
+    if weight.zeros is None:
         raise ModelNotSupported("int4 is made with zero points")
-    zeros = (-weight.offsets / weight.scales).round().to(torch.uint8)
     return {
         "weight_packed": _words(weight.codes),
         "weight_scale": scales,
-        "weight_zero_point": _words(zeros.t()).t().contiguous(),
+        "weight_zero_point": _words(weight.zeros.t()).t().contiguous(),
         "weight_shape": torch.tensor(weight.shape),
     }
 
