@@ -4,7 +4,7 @@ Rounds of a random mix: every body of test_kills, completions, tools, cancels, c
 and a socket in MessagePack that steers, forks, pauses, is lost and resumes. Two of three rounds are
 of an engine with a draft model and recent texts to speculate from, the third of two replicas.
 Every step proves the sums of its engine (`Scheduler.check`); after each round it comes to rest and
-is measured. Two minutes of it here, an hour by `make soak`; STREAMER_SOAK_MINUTES is how long.
+is measured. Half a minute of it here, an hour by `make soak`; STREAMER_SOAK_MINUTES is how long.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.chaos.test_faults import vanish
 from tests.chaos.test_kills import asks, outcomes
 from tests.server.support.running import BUNDLED, Running
 
-SOAK_S = 60 * float(os.environ.get("STREAMER_SOAK_MINUTES", "2"))
+SOAK_S = 60 * float(os.environ.get("STREAMER_SOAK_MINUTES", "0.5"))
 NUM_VANISHING = 10
 # After this many rounds everything has been made that is kept: threads, pools, caches of grammars.
 NUM_WARM = 6
