@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve page test check clients cluster-tests json-suite overload chaos fuzz soak audit lock bench-page paper format demo-model chromium gpu gpu-tests gpu-bench clean
+.PHONY: help serve page test check arm-tests clients cluster-tests json-suite overload chaos fuzz soak audit lock bench-page paper format demo-model chromium gpu gpu-tests gpu-bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,6 +39,12 @@ chaos: $(VENV)/.ready-dev ## kill a server at 100 random moments beneath its cli
 ray-tests: $(VENV)/.ready-dev ## replicas and ingresses under a real Ray are killed, stopped and scaled; five minutes
 	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[ray]'
 	$(BIN)/python -m pytest -o faulthandler_timeout=300 tests/ray $(ARGS)
+
+ARM := qemu-user gcc-aarch64-linux-gnu libc6-dev-arm64-cross
+arm-tests: $(VENV)/.ready-dev ## the native kernels' tests on an emulated ARM CPU, on Debian: 200 MB, half an hour
+	@{ command -v qemu-aarch64 && command -v aarch64-linux-gnu-gcc; } >/dev/null || { $(call apt_install,$(ARM)); } \
+	|| { echo "Debian's packages are missing: apt-get install $(ARM)" >&2; exit 1; }
+	$(BIN)/python -m tests.kernels.arm $(ARGS)
 
 clients: $(VENV)/.ready-dev ## packages and programs of others against the server, each in an environment of its own
 	$(BIN)/python -m tests.clients.unchanged.run $(ARGS)
