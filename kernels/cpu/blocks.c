@@ -2,8 +2,8 @@
  * blocks: what kernels/weights.py defines, exactly. pack.c makes panels of them.
  *
  *   UNPACK  p  codes as stored, codes (uint8 [N, K]), scales or 0, offsets or 0 (both float), order
- *              or 0
- *           n  K, N, layout (blocks.py's number), bits (of words)
+ *              or 0, scales as stored (of FLOAT8)
+ *           n  K, N, layout (blocks.py's number), bits (of words; of FLOAT8 columns of a scale)
  *
  *   BYTES    uint8 [N, K]
  *   SIGNED   int8 [N, K], less 128
@@ -11,6 +11,7 @@
  *   WORDS    int32 [K * bits / 32, N], a word's lowest bits first (GPTQ); column k of the codes is
  *            order[k] of the words' (int64)
  *   OUTPUTS  int32 [K, N / 8]: a word has outputs 0, 2, 4, 6, 1, 3, 5, 7, the lowest bits first (AWQ)
+ *   FLOAT8   e4m3 [N, K] and scales, float [N, K / columns]: they become integers, see float8.h
  *   others   GGUF's blocks; what each byte means is ggml's, model/gguf/blocks.py has it in torch
  *
  * Words of rows are transposed first, as they are stored; codes are then taken out of TILE words at
@@ -18,10 +19,11 @@
  */
 #pragma once
 #include "common.h"
+#include "float8.h"
 #include "half.h"
 
 enum {
-    BYTES_LAYOUT, SIGNED_LAYOUT, NIBBLES_LAYOUT, WORDS_LAYOUT, OUTPUTS_LAYOUT,
+    BYTES_LAYOUT, SIGNED_LAYOUT, NIBBLES_LAYOUT, WORDS_LAYOUT, OUTPUTS_LAYOUT, FLOAT8_LAYOUT,
     Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, MXFP4
 };
 
@@ -30,6 +32,7 @@ typedef struct {
 } Sizes;
 
 static const Sizes sizes_of[] = {
+    [FLOAT8_LAYOUT] = {1, 1, 0},
     [BYTES_LAYOUT] = {1, 1, 0}, [SIGNED_LAYOUT] = {1, 1, 0}, [NIBBLES_LAYOUT] = {1, 2, 0},
     [Q4_0] = {18, 32, 1},       [Q4_1] = {20, 32, 1},        [Q5_0] = {22, 32, 1},
     [Q5_1] = {24, 32, 1},       [Q8_0] = {34, 32, 1},        [Q2_K] = {84, 256, 16},
@@ -38,7 +41,8 @@ static const Sizes sizes_of[] = {
 };
 
 INLINE int is_by_rows(int64_t layout) { return layout != WORDS_LAYOUT && layout != OUTPUTS_LAYOUT; }
-INLINE int has_scales(int64_t layout) { return layout > OUTPUTS_LAYOUT; }
+INLINE int is_blocks(int64_t layout) { return layout > FLOAT8_LAYOUT; }
+INLINE int has_scales(int64_t layout) { return layout >= FLOAT8_LAYOUT; }
 
 /* Bytes of `count` columns, a multiple of 256 or all, in a layout that is_by_rows. */
 INLINE int64_t bytes_of(int64_t layout, int64_t count) {
@@ -70,6 +74,7 @@ typedef struct {
  */
 typedef struct {
     const uint8_t *codes[2];
+    const float *scales[2]; /* of FLOAT8 */
     const int64_t *order;
     int64_t layout, bits, K, beside, further;
 } Stored;
@@ -327,6 +332,25 @@ static void plain_codes(int64_t layout, const uint8_t *const *rows, Words *to) {
     }
 }
 
+/* `count` codes of FLOAT8 from column `first` on as integers, and their scales. */
+static void integers_of(const Stored *s, const uint8_t *const *rows, int64_t first, int64_t count,
+                        Columns *it) {
+    _Alignas(64) uint8_t codes[TILE][COLUMNS];
+    _Alignas(64) float scales[TILE][COLUMNS / FLOAT8_GROUP];
+    const uint8_t *of_codes[TILE], *of_scales[TILE];
+    int64_t columns = s->bits, per_row = divide_up(s->K, columns), scale = first / columns;
+    memset(codes, 0, sizeof codes);
+    memset(scales, 0, sizeof scales);
+    for (int j = 0; j < TILE; j++) {
+        of_codes[j] = codes[j], of_scales[j] = (const uint8_t *)scales[j];
+        if (it->rows[j] >= 0)
+            float8_row((const int8_t *)rows[j], s->scales[it->of[j]] + it->rows[j] * per_row + scale,
+                       count, columns, (scale + 1) * columns - first, codes[j], scales[j]);
+    }
+    words_of(of_codes, 0, 64, 16, COLUMNS / 64, it->fours);
+    words_of(of_scales, 0, 64, 16, COLUMNS / FLOAT8_GROUP / 16, (Words *)it->scales);
+}
+
 /* Columns from `first` on, at most COLUMNS, of rows. What is beyond K, and rows that are none, are
  * codes and scales of 0. The same columns of the rows that are read next are fetched: they are
  * far apart. */
@@ -342,13 +366,14 @@ static void columns_of_rows(const Stored *s, int64_t first, Columns *it) {
         rows[j] = s->codes[it->of[j]] + it->rows[j] * row_bytes + bytes_of(layout, first);
         for (int64_t i = 0; i < bytes; i += 64)
             __builtin_prefetch(rows[j] + s->further * row_bytes + i, 0, 2);
-        if (count < COLUMNS && !has_scales(layout)) {
+        if (count < COLUMNS && !is_blocks(layout)) {
             memcpy(padded[j], rows[j], (size_t)bytes);
             memset(padded[j] + bytes, layout == SIGNED_LAYOUT ? 128 : 0, (size_t)(CHUNK_BYTES - bytes));
             rows[j] = padded[j];
         }
     }
-    if (!has_scales(layout)) plain_codes(layout, rows, it->fours);
+    if (layout == FLOAT8_LAYOUT) integers_of(s, rows, first, count, it);
+    else if (!is_blocks(layout)) plain_codes(layout, rows, it->fours);
     else blocks_of(layout, rows, count / sizes_of[layout].weights, it);
     for (int j = 0; j < TILE; j++) {
         for (int i = 0; it->rows[j] < 0 && i < COLUMNS / 4; i++) it->fours[i][j] = 0;
@@ -451,8 +476,8 @@ static int64_t unpack_chunks(const Op *op, const Step *step, int threads) {
 static void unpack_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {
     (void)me;
     int64_t K = op->n[0], N = op->n[1], layout = op->n[2];
-    Stored s = {.codes = {op->p[0]}, .order = op->p[4], .layout = layout, .bits = op->n[3],
-                .K = K, .beside = N, .further = TILE};
+    Stored s = {.codes = {op->p[0]}, .scales = {op->p[5]}, .order = op->p[4], .layout = layout,
+                .bits = op->n[3], .K = K, .beside = N, .further = TILE};
     const Sizes sizes = sizes_of[layout];
     uint8_t *codes = op->p[1];
     float *scales = op->p[2], *offsets = op->p[3];
@@ -463,11 +488,13 @@ static void unpack_run(const Op *op, const Step *step, int64_t chunk, Worker *me
     }
     for (int64_t first = 0; first < K; first += COLUMNS) {
         int64_t count = min_int(COLUMNS, K - first);
-        int64_t groups = has_scales(layout) ? count / sizes.weights * sizes.groups : 0;
+        int64_t groups = is_blocks(layout)          ? count / sizes.weights * sizes.groups
+                         : layout == FLOAT8_LAYOUT ? divide_up(count, FLOAT8_GROUP)
+                                                   : 0;
         read_columns(&s, first, &it);
         for (int64_t j = 0; j < TILE && it.rows[j] >= 0; j++) {
-            int64_t group = it.rows[j] * (groups ? K / (count / groups) : 0) +
-                            (groups ? first / (count / groups) : 0);
+            int64_t per = groups ? divide_up(count, groups) : 1; /* columns of a group */
+            int64_t group = it.rows[j] * divide_up(K, per) + first / per;
             for (int64_t k = 0; k < count; k += 4)
                 memcpy(codes + it.rows[j] * K + first + k, it.fours[k / 4] + j,
                        (size_t)min_int(4, count - k));

@@ -18,7 +18,8 @@ FORMATS = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     *("IQ4_NL", "MXFP4"),
 )
-LAYOUTS = ("BYTES", "SIGNED", "NIBBLES", "WORDS", "OUTPUTS", *FORMATS)
+LAYOUTS = ("BYTES", "SIGNED", "NIBBLES", "WORDS", "OUTPUTS", "FLOAT8", *FORMATS)
+GROUPS = (16, 32, 64, 128)  # of QuantizedWeight, beside whole rows
 TALL = ("WORDS", "OUTPUTS")
 OFFSETS = ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K")
 
@@ -28,6 +29,14 @@ def layout(name: str, n: int, k: int) -> Layout:
     return Layout(name, (n, k), name in TALL, name in OFFSETS, unpack)
 
 
+def bits_of(weight: QuantizedWeight) -> int:
+    """What blocks.c calls bits: of FLOAT8 the columns of a scale, as many as its scales tell."""
+    if weight.layout is None or weight.layout.name != "FLOAT8":
+        return weight.bits
+    k, count = weight.shape[1], weight.scales.shape[1]
+    return next((size for size in GROUPS if -(-k // size) == count), k)
+
+
 def unpack(weight: QuantizedWeight) -> QuantizedWeight:
     """See Layout."""
     if weight.layout is None:
@@ -35,11 +44,12 @@ def unpack(weight: QuantizedWeight) -> QuantizedWeight:
     (n, k), name = weight.shape, weight.layout.name
     codes = torch.empty(n, k, dtype=torch.uint8)
     scales, offsets = weight.scales, weight.offsets
-    if name in FORMATS:
-        scales = torch.empty(n, k // weight.group)
+    if name == "FLOAT8" or name in FORMATS:
+        scales = torch.empty(n, -(-k // weight.group))
         offsets = torch.empty_like(scales) if weight.has_offsets else None
-    beside = (scales, offsets) if name in FORMATS else (None, None)
-    pointers = (weight.codes.contiguous(), codes, *beside, weight.permutation)
-    sizes = (k, n, LAYOUTS.index(name), weight.bits)
+    beside = (None, None) if scales is weight.scales else (scales, offsets)
+    stored = weight.scales.contiguous()
+    pointers = (weight.codes.contiguous(), codes, *beside, weight.permutation, stored)
+    sizes = (k, n, LAYOUTS.index(name), bits_of(weight))
     issue(Call(Kind.UNPACK, codes, torch.float32, pointers, sizes))
     return dataclasses.replace(weight, codes=codes, scales=scales, offsets=offsets, layout=None)

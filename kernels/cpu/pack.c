@@ -174,15 +174,15 @@ static void pack_quantized_run(const Op *op, const Step *step, int64_t panel, Wo
     int64_t columns = shape.blocks * shape.block, groups = divide_up(op->n[0], op->n[2]), g = 0;
     int bits = bits_of(shape.form), faults = 0;
     Columns it;
-    Stored s = {.codes = {op->p[0], op->p[5]}, .order = op->p[4], .layout = op->n[5],
-                .bits = op->n[6], .K = op->n[0], .beside = op->n[7],
+    Stored s = {.codes = {op->p[0], op->p[5]}, .scales = {op->p[2], op->p[6]}, .order = op->p[4],
+                .layout = op->n[5], .bits = op->n[6], .K = op->n[0], .beside = op->n[7],
                 .further = op->flags < GATE_SILU ? TILE : VW};
     for (int64_t j = 0; j < TILE; j++) it.rows[j] = row_of(op, panel, j), it.of[j] = is_up(op, j);
     for (int64_t first = 0, left = 0; first < columns; first += COLUMNS) {
         int64_t last = min_int(columns, first + COLUMNS), here = 0, group = op->n[2];
         int64_t from = divide_up(first, group), until = min_int(groups, divide_up(last, group));
         read_columns(&s, first, &it);
-        if (op->p[2] && from < until) pack_floats(op, &it, 2, from, until, it.scales);
+        if (!has_scales(s.layout) && from < until) pack_floats(op, &it, 2, from, until, it.scales);
         if (op->p[3] && shape.form & OFFSETS && from < until)
             pack_floats(op, &it, 3, from, until, it.offsets);
         for (int64_t k = first; k < last; k += 16, left -= 16, out += 2 * TILE * bits) {

@@ -67,7 +67,6 @@ class Kind(IntEnum):
     ROUND = 17
     BAN = 18
     TOP = 19
-    FLOAT8 = 20
 
 
 class Count(IntEnum):

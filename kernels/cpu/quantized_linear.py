@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from streamer.kernels.cpu.blocks import LAYOUTS
+from streamer.kernels.cpu.blocks import LAYOUTS, bits_of, layout
 from streamer.kernels.cpu.memory import chunks, new_panels
 from streamer.kernels.cpu.program import Call, Kind, issue, new_rows, team
 from streamer.kernels.weights import NotFinite, QuantizedWeight, Weight, dequantize
@@ -95,12 +95,12 @@ class Quantized:
             n, k = sum(p.shape[0] for p in piece), part.shape[1]
             count = -(-n // (2 * team.lanes)) if len(piece) == 1 else len(panels)
             panels, here = panels[count:], panels[:count]
-            layout = "BYTES" if part.layout is None else part.layout.name
+            name = "BYTES" if part.layout is None else part.layout.name
             faults = torch.zeros(count, dtype=torch.uint8)
             (codes, scales, beside), *ups = [_pointers(p) for p in piece]
             pointers = (codes, here, scales, beside, part.permutation, *(ups or [(None,) * 3])[0])
-            side_by_side = part.codes.stride(0) * (8 if layout == "OUTPUTS" else 1)
-            sizes = (k, n, group, block, form, LAYOUTS.index(layout), part.bits, side_by_side)
+            side_by_side = part.codes.stride(0) * (8 if name == "OUTPUTS" else 1)
+            sizes = (k, n, group, block, form, LAYOUTS.index(name), bits_of(part), side_by_side)
             call = Call(
                 Kind.PACK_QUANTIZED, here, torch.float32, (*pointers, faults), sizes, flags=flags
             )
@@ -231,16 +231,13 @@ def _cut(weight: QuantizedWeight, first: int, last: int) -> QuantizedWeight:
 
 
 def as_integers(weight: QuantizedWeight) -> QuantizedWeight:
-    """float8 codes as 8-bit integers in groups of 32: the error is a fifth of theirs, and adds a
-    fiftieth to it (the bundled model, and normal numbers)."""
+    """float8 codes as 8-bit integers in groups of 32, made when they are packed: the error is a
+    fifth of theirs, and adds a fiftieth to it (the bundled model, and normal numbers)."""
     if weight.codes.dtype is not torch.float8_e4m3fn:
         return weight
-    n, k = weight.shape
-    codes = torch.empty(n, k, dtype=torch.uint8)
-    scales = torch.empty(n, -(-k // BLOCK))
-    pointers = (weight.codes.contiguous(), weight.scales.contiguous(), codes, scales)
-    issue(Call(Kind.FLOAT8, codes, torch.float32, pointers, (k, weight.group)))
-    return QuantizedWeight(codes, scales, BLOCK, 8, 128, permutation=weight.permutation)
+    codes, stored = weight.codes.view(torch.uint8), layout("FLOAT8", *weight.shape)
+    order = weight.permutation
+    return QuantizedWeight(codes, weight.scales, BLOCK, 8, 128, permutation=order, layout=stored)
 
 
 def runs(parts: Sequence[Weight]) -> list[list[Weight]]:
@@ -300,7 +297,7 @@ def widest(parts: Sequence[Weight]) -> list[Weight]:
     """The parts in one form that holds them all exactly: codes of the most bits in their smallest
     groups, or dense where one is or where permutations differ."""
     quantized = [
-        as_integers(part.unpacked()).with_offsets()
+        as_integers(part).unpacked().with_offsets()
         for part in parts
         if isinstance(part, QuantizedWeight)
     ]

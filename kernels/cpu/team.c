@@ -26,7 +26,6 @@
 #include "draw.c"
 #include "embedding.c"
 #include "fit.c"
-#include "float8.c"
 #include "norm.c"
 #include "rope.c"
 #include "top.c"
@@ -52,7 +51,7 @@ static const Kind kinds[] = {
     {pack_chunks, pack_run},           {pack_chunks, pack_quantized_run},
     {unpack_chunks, unpack_run},       {fit_chunks, fit_run},
     {fit_chunks, round_run},           {ban_chunks, ban_run},
-    {top_chunks, top_run},             {float8_chunks, float8_run},
+    {top_chunks, top_run},
 };
 
 /* A range is op << 52 | first chunk << 26 | end, so that taking a chunk checks that the op is still

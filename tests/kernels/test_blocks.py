@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -100,6 +101,42 @@ def test_parts_are_stacked_and_cut(name: str, bits: int) -> None:
         assert math.prod(part.shape) == part.codes.numel()
     assert torch.equal(dequantize(rows_of(kept, 8, 24)), dequantize(plain)[8:24])
     assert torch.equal(dequantize(columns_of(kept, 64, 128)), dequantize(plain)[:, 64:128])
+
+
+@pytest.mark.parametrize("n", [64, 24, 40])
+@pytest.mark.parametrize(("name", "bits"), CASES)
+def test_gates_and_ups_are_packed_from_where_they_are(name: str, bits: int, n: int) -> None:
+    gates, ups = (weights(name, n, bits) for _ in range(2))
+    pair = native.pack_weight([gates[0], ups[0]], None, "silu", dtype=torch.float32)
+    whole = dataclasses.replace(
+        gates[1],
+        codes=torch.cat([gates[1].codes, ups[1].codes]),
+        scales=torch.cat([gates[1].scales, ups[1].scales]),
+    )
+    assert same(pair, native.pack_weight([whole], None, "silu", dtype=torch.float32))
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("group", [16, 32, 64, 128, 0])
+@pytest.mark.parametrize("k", [K, 700, 20])
+def test_float8_becomes_the_same_integers_in_panels(
+    k: int, group: int, activation: str | None
+) -> None:
+    """Also in rows that end within a group, a vector, and what is read at once."""
+    random = torch.Generator().manual_seed(k)
+    codes = torch.randn(40, k, generator=random).to(torch.float8_e4m3fn)
+    scales = torch.rand(40, -(-k // (group or k)), generator=random) + 1
+    weight = QuantizedWeight(codes, scales, group or k, 8)
+    integers = quantized_linear.as_integers(weight).unpacked()
+    packed = [
+        native.pack_weight([part], None, activation, dtype=torch.float32)
+        for part in (weight, integers)
+    ]
+    assert same(*packed)
+    error = (dequantize(integers) - dequantize(weight)).abs()
+    largest = torch.nn.functional.pad(dequantize(weight), (0, -k % 32)).view(40, -1, 32).abs()
+    steps = largest.amax(-1).repeat_interleave(32, 1)[:, :k] / 127
+    assert bool((error <= steps * 0.51).all())
 
 
 @pytest.mark.parametrize("name", blocks.FORMATS)

@@ -1,21 +1,10 @@
-/* FP8 as integers, which the linear layers multiply; see quantized_linear.py.
- *
- *   FLOAT8  p  codes (e4m3 [N, K]), scales (float [N, G]), codes (uint8 [N, K]), their scales
- *              (float [N, K / 32])
- *           n  K, columns of a scale
- */
+/* FP8 as integers, which the linear layers multiply: groups of 32, see quantized_linear.py. */
+#pragma once
 #include "codes.c"
 #include "common.h"
 #include "half.h"
 
-#define FLOAT8_ROWS 16  /* a chunk of work */
 #define FLOAT8_GROUP 32 /* columns of an integer's scale */
-
-static int64_t float8_chunks(const Op *op, const Step *step, int threads) {
-    (void)threads;
-    return max_int(1, divide_up(step->counts[op->count], FLOAT8_ROWS));
-}
-
 #define PER_GROUP (FLOAT8_GROUP / VW) /* vectors of a group */
 
 /* Numbers as integers around 128, a group under the scale of its largest, which is rounded to
@@ -43,11 +32,11 @@ static void float8_groups(const vf *x, int64_t count, uint8_t *codes, float *sca
     memcpy(codes, all, (size_t)count);
 }
 
-/* A row of codes, with a scale for 16 columns, a multiple of it, or all. */
+/* `K` codes of a row, with a scale for 16 columns, a multiple of it, or all; `left` columns have the
+ * first one. */
 static void float8_row(const int8_t *from, const float *scale, int64_t K, int64_t columns,
-                       uint8_t *codes, float *to) {
+                       int64_t left, uint8_t *codes, float *to) {
     vf x[VW * PER_GROUP];
-    int64_t left = columns; /* until the next scale */
     for (int64_t k = 0; k < K; k += VW * FLOAT8_GROUP, to += VW) {
         int64_t count = min_int(VW * FLOAT8_GROUP, K - k);
         memset(x, 0, sizeof x);
@@ -60,14 +49,4 @@ static void float8_row(const int8_t *from, const float *scale, int64_t K, int64_
         }
         float8_groups(x, count, codes + k, to);
     }
-}
-
-static void float8_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {
-    (void)me;
-    int64_t K = op->n[0], columns = op->n[1], groups = divide_up(K, FLOAT8_GROUP);
-    int64_t last = min_int(step->counts[op->count], (chunk + 1) * FLOAT8_ROWS);
-    for (int64_t row = chunk * FLOAT8_ROWS; row < last; row++)
-        float8_row((const int8_t *)op->p[0] + row * K,
-                   (const float *)op->p[1] + row * divide_up(K, columns), K, columns,
-                   (uint8_t *)op->p[2] + row * K, (float *)op->p[3] + row * groups);
 }
