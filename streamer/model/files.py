@@ -24,6 +24,7 @@ from streamer.model.checkpoint import TensorEntry
 ALIGN = 64
 OWN_BYTES = 64 << 10  # a tensor of fewer has memory that is not used again
 READERS = 2  # threads that read one tensor; a third gained nothing
+SPARE = 4  # of a tensor's size may be lent beside it, since some backends keep dense tensors
 SHARE_BYTES = 512 << 10  # that a thread is worth it for
 
 
@@ -39,7 +40,8 @@ class Reused:
         """uint8 [num_bytes]; it is lent until no tensor is left that shares it."""
         if num_bytes < OWN_BYTES:
             return torch.empty(num_bytes, dtype=torch.uint8)
-        fitting = [i for i, block in enumerate(self._free) if block.nbytes >= num_bytes]
+        sizes = range(num_bytes, num_bytes + num_bytes // SPARE + 1)
+        fitting = [i for i, block in enumerate(self._free) if block.nbytes in sizes]
         if fitting:
             block = self._free.pop(min(fitting, key=lambda i: self._free[i].nbytes))
         else:

@@ -10,7 +10,7 @@ import torch
 
 from streamer.errors import ModelNotSupported
 from streamer.model.checkpoint import TensorEntry
-from streamer.model.files import WeightFiles
+from streamer.model.files import Reused, WeightFiles
 
 ENTRY = TensorEntry("t", "U8", (8000,), "a.bin", 4, 8004)
 
@@ -35,9 +35,50 @@ def test_a_file_cut_while_it_is_open_is_an_error(tmp_path: Path) -> None:
             files.read(ENTRY)
 
 
+def test_a_large_tensor_is_read_by_several_threads(tmp_path: Path) -> None:
+    raw = torch.randint(0, 256, (3_000_001,), dtype=torch.uint8)
+    (tmp_path / "a.bin").write_bytes(raw.numpy().tobytes())
+    with closing(WeightFiles(tmp_path)) as files:
+        for start, end in ((1, 3_000_001), (7, 1_048_576 + 7), (5, 2_000_000)):
+            entry = TensorEntry("t", "U8", (end - start,), "a.bin", start, end)
+            assert torch.equal(files.read(entry), raw[start:end])
+        with pytest.raises(ModelNotSupported, match=r"a\.bin was cut while it was read"):
+            files.read(TensorEntry("t", "U8", (3_000_000,), "a.bin", 1000, 3_001_000))
+
+
 def test_a_file_that_is_gone_is_an_error(tmp_path: Path) -> None:
     with (
         closing(WeightFiles(tmp_path)) as files,
         pytest.raises(ModelNotSupported, match="No such file"),
     ):
         files.read(ENTRY)
+
+
+def test_memory_is_lent_again_when_no_tensor_has_it_left() -> None:
+    memory = Reused()
+    first = memory.empty(1 << 20)
+    address, view = first.data_ptr(), first.view(torch.int32)[5:]
+    del first
+    second = memory.empty(1 << 20)
+    assert second.data_ptr() != address  # a view is left
+    del view
+    third = memory.empty((1 << 20) - 100)
+    assert third.data_ptr() == address
+    assert memory.empty(1 << 19).data_ptr() != second.data_ptr()
+
+
+def test_what_is_lent_is_little_larger_than_a_tensor() -> None:
+    """A tensor that is kept, as some backends keep dense ones, keeps all of it."""
+    memory = Reused()
+    address = memory.empty(1 << 20).data_ptr()
+    assert memory.empty(3 << 18).data_ptr() != address
+    assert memory.empty(15 << 16).data_ptr() == address
+
+
+def test_memory_that_was_not_lent_meanwhile_is_let_go() -> None:
+    memory = Reused()
+    memory.empty(1 << 20)
+    memory.shrink()
+    assert len(memory._free) == 1  # it was, before the first call
+    memory.shrink()
+    assert not memory._free
