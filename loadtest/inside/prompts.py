@@ -21,7 +21,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 DENSE = "bfloat16"
-FORMS = (DENSE, "int8", "int4")
+INT8_KV = {"kv_cache_dtype": "int8"}
+FORMS: dict[str, dict[str, Any]] = {  # settings
+    DENSE: {},
+    "int8": {"quantization": "int8"},
+    "int8, int8 KV": {"quantization": "int8", **INT8_KV},
+    "int4": {"quantization": "int4"},
+    "int4, int8 KV": {"quantization": "int4", **INT8_KV},
+}
 BLOCK, STEP = 16, 512  # STEP: --max-num-batched-tokens' default on a CPU
 ROUNDS = 7
 
@@ -58,17 +65,15 @@ def load(model: str | None, form: str, length: int) -> Callable[[int], float]:
     from streamer.engine.core import Inbox
     from streamer.kernels import ops
 
-    settings: dict[str, Any] = {"dtype": DENSE}
-    if form != DENSE:
-        settings["quantization"] = form
     config = Config(
         model=model,
+        dtype="bfloat16",
         num_gpu_blocks_override=1,
         max_model_len=BLOCK,
         max_num_batched_tokens=STEP,
         max_num_seqs=1,
         load_progress=sys.stderr.isatty(),
-        **settings,
+        **FORMS[form],
     )
     runner: Any = loaders(config)[0](Inbox())[0]
     decoder, blocks = runner.model, -(-length // BLOCK)
@@ -98,12 +103,13 @@ def compute(decoder: Any, pool: torch.Tensor, length: int) -> float:
 def table(found: Mapping[int, Seconds]) -> list[tuple[str, ...]]:
     """Rows of text: tokens a second in each form, and how many times bfloat16's."""
     heading = ["prompt", f"{DENSE}, tokens/s"]
-    for form in FORMS[1:]:
+    quantized = [form for form in FORMS if form != DENSE]
+    for form in quantized:
         heading += [form, "/ bf16", "lowest"]
     rows = [tuple(heading)]
     for length, times in found.items():
         row = [f"{length:,}", f"{length / statistics.median(times[DENSE]):,.0f}"]
-        for form in FORMS[1:]:
+        for form in quantized:
             ratios = [a / b for a, b in zip(times[DENSE], times[form], strict=True)]
             rate = length / statistics.median(times[form])
             row += [f"{rate:,.0f}", f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f}"]

@@ -26,10 +26,12 @@ def test_every_form_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_prompts_are_paired_by_round() -> None:
-    times = {"bfloat16": [2.0, 4.0, 2.0], "int8": [1.0, 1.0, 2.0], "int4": [0.5, 2.0, 1.0]}
+    times = {form: [1.0, 1.0, 2.0] for form in prompts.FORMS}
+    times |= {"bfloat16": [2.0, 4.0, 2.0], "int4": [0.5, 2.0, 1.0]}
     heading, row = prompts.table({512: times})
     assert heading[2:5] == ("int8", "/ bf16", "lowest")
-    assert row == ("512", "256", "512", "2.00", "1.00", "512", "2.00", "2.00")
+    assert row[:5] == ("512", "256", "512", "2.00", "1.00")
+    assert row[8:11] == ("512", "2.00", "2.00")
 
 
 def test_whole_prompts_in_every_form(capsys: pytest.CaptureFixture[str]) -> None:
