@@ -375,6 +375,8 @@ static void columns_of_rows(const Stored *s, int64_t first, Columns *it) {
     if (layout == FLOAT8_LAYOUT) integers_of(s, rows, first, count, it);
     else if (!is_blocks(layout)) plain_codes(layout, rows, it->fours);
     else blocks_of(layout, rows, count / sizes_of[layout].weights, it);
+    for (int64_t i = count / 4; is_blocks(layout) && i < COLUMNS / 4; i++)
+        memset(it->fours[i], 0, sizeof it->fours[i]);
     for (int j = 0; j < TILE; j++) {
         for (int i = 0; it->rows[j] < 0 && i < COLUMNS / 4; i++) it->fours[i][j] = 0;
         for (int i = 0; it->rows[j] < 0 && i < COLUMN_GROUPS; i++)
@@ -479,6 +481,7 @@ static void unpack_run(const Op *op, const Step *step, int64_t chunk, Worker *me
     Stored s = {.codes = {op->p[0]}, .scales = {op->p[5]}, .order = op->p[4], .layout = layout,
                 .bits = op->n[3], .K = K, .beside = N, .further = TILE};
     const Sizes sizes = sizes_of[layout];
+    const int64_t per = is_blocks(layout) ? sizes.weights / sizes.groups : FLOAT8_GROUP; /* columns */
     uint8_t *codes = op->p[1];
     float *scales = op->p[2], *offsets = op->p[3];
     Columns it = {.of = {0}};
@@ -488,12 +491,9 @@ static void unpack_run(const Op *op, const Step *step, int64_t chunk, Worker *me
     }
     for (int64_t first = 0; first < K; first += COLUMNS) {
         int64_t count = min_int(COLUMNS, K - first);
-        int64_t groups = is_blocks(layout)          ? count / sizes.weights * sizes.groups
-                         : layout == FLOAT8_LAYOUT ? divide_up(count, FLOAT8_GROUP)
-                                                   : 0;
+        int64_t groups = has_scales(layout) ? divide_up(count, per) : 0;
         read_columns(&s, first, &it);
         for (int64_t j = 0; j < TILE && it.rows[j] >= 0; j++) {
-            int64_t per = groups ? divide_up(count, groups) : 1; /* columns of a group */
             int64_t group = it.rows[j] * divide_up(K, per) + first / per;
             for (int64_t k = 0; k < count; k += 4)
                 memcpy(codes + it.rows[j] * K + first + k, it.fours[k / 4] + j,

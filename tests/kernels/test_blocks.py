@@ -118,7 +118,7 @@ def test_gates_and_ups_are_packed_from_where_they_are(name: str, bits: int, n: i
 
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("group", [16, 32, 64, 128, 0])
-@pytest.mark.parametrize("k", [K, 700, 20])
+@pytest.mark.parametrize("k", [K, 700, 20, 520, 1000])
 def test_float8_becomes_the_same_integers_in_panels(
     k: int, group: int, activation: str | None
 ) -> None:
@@ -151,4 +151,14 @@ def test_panels_of_ggufs_blocks_are_those_of_bytes(name: str) -> None:
         native.pack_weight([part], None, "silu", dtype=torch.float32)
         for part in (kept, kept.unpacked())
     ]
+    assert same(*packed)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q5_1", "MXFP4"])
+def test_a_single_group_is_followed_by_zeros(name: str) -> None:
+    """Codes of 32 columns are packed as a block of 128."""
+    from streamer.model.gguf.blocks import LAYOUTS, unpack
+
+    kept = unpack(name, torch.randint(0x20, 0x40, (40, LAYOUTS[name].bytes), dtype=torch.uint8))
+    packed = [native.pack_weight([part], dtype=torch.float32) for part in (kept, kept.unpacked())]
     assert same(*packed)
