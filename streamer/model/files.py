@@ -35,6 +35,7 @@ class Reused:
     def __init__(self) -> None:
         self._free: list[NDArray[np.uint8]] = []
         self._lent_since: set[int] = set()  # addresses, since `shrink`
+        self._keeps = False  # since the first `shrink`: an embedding's would be lent to all layers
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         """uint8 [num_bytes]; it is lent until no tensor is left that shares it."""
@@ -49,13 +50,23 @@ class Reused:
             block = block[-block.ctypes.data % ALIGN :][:num_bytes]
         self._lent_since.add(block.ctypes.data)
         lent = block[:num_bytes]  # an object of its own, which the tensor's storage holds
-        weakref.finalize(lent, self._free.append, block).atexit = False
+        weakref.finalize(lent, self._take_back, block).atexit = False
         return torch.from_numpy(lent)
 
     def shrink(self) -> None:
-        """Let go what was not lent since the last call."""
+        """Let go what was not lent since the last call; what comes back from now on is kept."""
         self._free[:] = [b for b in self._free if b.ctypes.data in self._lent_since]
         self._lent_since.clear()
+        self._keeps = True
+
+    def close(self) -> None:
+        """Let go all, and what tensors still use once they do not: a model keeps some for good."""
+        self._keeps = False
+        self._free.clear()
+
+    def _take_back(self, block: NDArray[np.uint8]) -> None:
+        if self._keeps:
+            self._free.append(block)
 
 
 class WeightFiles:
@@ -69,8 +80,9 @@ class WeightFiles:
         self.memory = Reused()
 
     def close(self) -> None:
-        """Close what was opened."""
+        """Close what was opened, and let go the memory that no tensor uses."""
         self._stack.close()
+        self.memory.close()
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
         """The tensor's bytes, uint8 [bytes]; ModelNotSupported where the file has no such bytes."""

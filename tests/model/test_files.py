@@ -54,8 +54,15 @@ def test_a_file_that_is_gone_is_an_error(tmp_path: Path) -> None:
         files.read(ENTRY)
 
 
-def test_memory_is_lent_again_when_no_tensor_has_it_left() -> None:
+def lending() -> Reused:
+    """Memory as it is since the first layer."""
     memory = Reused()
+    memory.shrink()
+    return memory
+
+
+def test_memory_is_lent_again_when_no_tensor_has_it_left() -> None:
+    memory = lending()
     first = memory.empty(1 << 20)
     address, view = first.data_ptr(), first.view(torch.int32)[5:]
     del first
@@ -69,14 +76,36 @@ def test_memory_is_lent_again_when_no_tensor_has_it_left() -> None:
 
 def test_what_is_lent_is_little_larger_than_a_tensor() -> None:
     """A tensor that is kept, as some backends keep dense ones, keeps all of it."""
-    memory = Reused()
+    memory = lending()
     address = memory.empty(1 << 20).data_ptr()
     assert memory.empty(3 << 18).data_ptr() != address
     assert memory.empty(15 << 16).data_ptr() == address
 
 
-def test_memory_that_was_not_lent_meanwhile_is_let_go() -> None:
+def test_what_precedes_the_layers_is_let_go_at_once() -> None:
+    """An embedding of 1 GB would else be there beside its codes, its panels and two layers."""
     memory = Reused()
+    memory.empty(1 << 20)
+    assert not memory._free
+
+
+def test_a_tensor_that_a_model_keeps_keeps_no_other_memory(tmp_path: Path) -> None:
+    """What tensors return to held the blocks of the last layer for as long as the embedding was."""
+    (tmp_path / "a.bin").write_bytes(bytes(1 << 20))
+    files = WeightFiles(tmp_path)
+    files.memory.shrink()
+    sizes = (1 << 20, 1 << 17)
+    kept, other = (files.read(TensorEntry("t", "U8", (n,), "a.bin", 0, n)) for n in sizes)
+    del other
+    assert len(files.memory._free) == 1
+    files.close()
+    assert not files.memory._free
+    del kept
+    assert not files.memory._free
+
+
+def test_memory_that_was_not_lent_meanwhile_is_let_go() -> None:
+    memory = lending()
     memory.empty(1 << 20)
     memory.shrink()
     assert len(memory._free) == 1  # it was, before the first call
