@@ -95,7 +95,7 @@ class WeightFiles:
         share = size if size < READERS * SHARE_BYTES else -(-size // READERS // ALIGN) * ALIGN
         others = [
             self._readers.submit(_fill, file, entry, found, first, min(size, first + share))
-            for first in range(share, size, share)
+            for first in range(share, size, max(1, share))
         ]
         try:
             _fill(file, entry, found, 0, share)

@@ -104,6 +104,13 @@ def test_a_tensor_that_a_model_keeps_keeps_no_other_memory(tmp_path: Path) -> No
     assert not files.memory._free
 
 
+def test_a_tensor_of_no_bytes_is_read(tmp_path: Path) -> None:
+    """A scheme refuses it, where the file is to blame."""
+    (tmp_path / "a.bin").write_bytes(b"1234")
+    with closing(WeightFiles(tmp_path)) as files:
+        assert len(files.read(TensorEntry("t", "U8", (0,), "a.bin", 4, 4))) == 0
+
+
 def test_memory_that_was_not_lent_meanwhile_is_let_go() -> None:
     memory = lending()
     memory.empty(1 << 20)
