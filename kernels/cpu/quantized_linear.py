@@ -303,6 +303,10 @@ def widest(parts: Sequence[Weight]) -> list[Weight]:
     ]
     is_one_order = all(_same(part.permutation, quantized[0].permutation) for part in quantized)
     if len(quantized) < len(parts) or not is_one_order:
+        for part in quantized:  # what is packed dense is not looked at
+            numbers = [part.scales] if part.offsets is None else [part.scales, part.offsets]
+            if not all(bool(x.isfinite().all()) for x in numbers):
+                raise NotFinite("scales or offsets: some are NaN or infinite")
         return [dequantize(part) for part in parts]
     k = quantized[0].shape[1]
     group = math.gcd(*(part.group for part in quantized if part.group < k)) or k

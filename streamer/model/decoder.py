@@ -26,7 +26,7 @@ from streamer.model.layers import (
     Tables,
     WeightSource,
 )
-from streamer.model.quantization.interface import check_finite
+from streamer.model.quantization.interface import check_finite, wrong
 
 if TYPE_CHECKING:
     from streamer.model.ranks.linear import Shared
@@ -242,8 +242,9 @@ def _finite(names: list[str], parts: list[ops.Weight]) -> Iterator[None]:
     """Say which of the parts holds scales that are no numbers."""
     try:
         yield
-    except NotFinite:
+    except NotFinite as e:
         for name, part in zip(names, parts, strict=True):
             if isinstance(part, QuantizedWeight):
                 check_finite(name, part.unpacked())
-        raise
+        # Finite each, but not what the kernels make of them, such as scales times codes of FP8.
+        raise wrong(", ".join(names), "scales are too large for float32", "model") from e

@@ -10,7 +10,7 @@ import torch
 
 from streamer.kernels.cpu import blocks, native, quantized_linear
 from streamer.kernels.cpu.linear import Linear
-from streamer.kernels.weights import QuantizedWeight, columns_of, dequantize, rows_of
+from streamer.kernels.weights import NotFinite, QuantizedWeight, columns_of, dequantize, rows_of
 
 K = 768  # more than pack.c takes at once
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of a word's outputs, from the lowest bits up
@@ -162,3 +162,15 @@ def test_a_single_group_is_followed_by_zeros(name: str) -> None:
     kept = unpack(name, torch.randint(0x20, 0x40, (40, LAYOUTS[name].bytes), dtype=torch.uint8))
     packed = [native.pack_weight([part], dtype=torch.float32) for part in (kept, kept.unpacked())]
     assert same(*packed)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_blocks_that_are_no_numbers_are_refused_beside_dense_gates(is_first: bool) -> None:
+    """Both are packed dense then."""
+    from streamer.model.gguf.blocks import unpack
+
+    raw = torch.full((40, 144), 0x20, dtype=torch.uint8)
+    raw[3, :2] = torch.tensor([torch.nan], dtype=torch.float16).view(torch.uint8)
+    parts = [unpack("Q4_K", raw), torch.ones(40, 256)]
+    with pytest.raises(NotFinite):
+        native.pack_weight(parts if is_first else parts[::-1], None, "silu", dtype=torch.float32)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from streamer.errors import ModelNotSupported
 from streamer.kernels import reference as torch_kernels
+from streamer.kernels.ops import for_cpu
 from streamer.model.checkpoint import open_checkpoint
 from streamer.model.families import parse_config
 from streamer.model.files import WeightFiles
@@ -143,9 +144,9 @@ class Poisoned:
         return error.value.message
 
 
-def load(folder: Path) -> Any:
+def load(folder: Path, kernels: Any = torch_kernels) -> Any:
     checkpoint = open_checkpoint(folder)
-    return load_decoder(torch_kernels, checkpoint, parse_config(checkpoint.config), torch.float32)
+    return load_decoder(kernels, checkpoint, parse_config(checkpoint.config), torch.float32)
 
 
 @pytest.fixture(params=FORMATS)
@@ -253,3 +254,12 @@ def test_values_that_lie_are_refused_with_their_matrix(
     name = f"{MODULE}.{part}"
     poisoned.write(**{name: change(poisoned.tensors[name])})
     assert re.search(re.escape(MODULE) + says, poisoned.refusal())
+
+
+@pytest.mark.parametrize("poisoned", ["float-quantized"], indirect=True)
+def test_numbers_too_large_for_float32_are_refused_with_their_matrix(poisoned: Poisoned) -> None:
+    """Integers that FP8 becomes on a CPU have scales that are 448 times as large."""
+    name = f"{MODULE}.weight_scale"
+    poisoned.write(**{name: torch.full_like(poisoned.tensors[name], 3e38)})
+    with pytest.raises(ModelNotSupported, match=re.escape(MODULE) + ": scales are too large"):
+        load(poisoned.folder, for_cpu())
