@@ -62,7 +62,7 @@ class Linear:
         self.activation = activation
         self.is_packed = weight.device.type == "cpu" and can_pack(weight.dtype)
         self._bias = bias
-        self._table = weight if is_table else weight[:0]
+        self._table = weight if is_table else weight.new_empty(0, weight.shape[1])
         self._pads = False
         if self.is_packed:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)

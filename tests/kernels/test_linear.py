@@ -111,3 +111,11 @@ def test_rows_of_a_packed_table_are_its_rows(kernels: ops.Backend) -> None:
     packed = kernels.pack_weight([table], is_table=True)
     tokens = torch.tensor([36, 0, 5, 5])
     assert torch.equal(packed.rows(tokens), table[tokens])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torchs_packed_weights_do_not_keep_what_they_were_packed_from(dtype: torch.dtype) -> None:
+    """A view of no rows did: each matrix was held twice where there are no native kernels."""
+    linear = reference_linear.Linear(torch.randn(64, 64).to(dtype))
+    if linear.is_packed:
+        assert linear._table.untyped_storage().nbytes() == 0
