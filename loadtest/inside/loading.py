@@ -278,6 +278,7 @@ def table(found: Sequence[Measured]) -> list[tuple[str, ...]]:
         seconds = (one.read_new, one.read, one.parse, one.pack, both, one.load)
         rates = [one.stored / s / 1e9 for s in seconds]
         shown = ["-" if rate > MAX_RATE else f"{rate:.1f}" for rate in rates]
-        shown.insert(5, f"{one.read_new / both:.2f}")
-        rows.append((one.name, f"{one.stored / 1e6:.0f}", *shown, f"{one.read_new / one.load:.2f}"))
+        shares = [f"{one.read_new / took:.2f}" for took in (both, one.load)]
+        size = f"{one.stored / 1e6:.0f}"
+        rows.append((one.name, size, *shown[:5], shares[0], shown[5], shares[1]))
     return rows

@@ -255,7 +255,8 @@ def find_cuts(
     rows, width = logits.shape
     cuts, passes = (torch.empty(rows, dtype=torch.int32, device=logits.device) for _ in range(2))
     room = min(ROOM, power_of_2(width))
-    buckets = torch.empty(rows, 2, BUCKETS, dtype=torch.int64, device=logits.device)
+    count = BUCKETS if width > room else 0  # a row that fits into the room needs none
+    buckets = torch.empty(rows, 2, count, dtype=torch.int64, device=logits.device)
     _cut_kernel[(rows,)](
         logits_ptr=logits,
         top_k_ptr=top_k,
