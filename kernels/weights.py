@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+GROUPS = (128, 64, 32, 16)  # of QuantizedWeight, beside whole rows
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:

@@ -11,7 +11,7 @@ import dataclasses
 import torch
 
 from streamer.kernels.cpu.program import Call, Kind, issue
-from streamer.kernels.weights import Layout, QuantizedWeight
+from streamer.kernels.weights import GROUPS, Layout, QuantizedWeight
 
 # In the order of blocks.c.
 FORMATS = (
@@ -19,7 +19,6 @@ FORMATS = (
     *("IQ4_NL", "MXFP4"),
 )
 LAYOUTS = ("BYTES", "SIGNED", "NIBBLES", "WORDS", "OUTPUTS", "FLOAT8", *FORMATS)
-GROUPS = (16, 32, 64, 128)  # of QuantizedWeight, beside whole rows
 TALL = ("WORDS", "OUTPUTS")
 OFFSETS = ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K")
 

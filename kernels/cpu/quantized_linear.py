@@ -76,7 +76,9 @@ class Quantized:
         form += ZEROS if first.zeros is not None else OFFSETS * first.has_offsets
         for scales in (0, WIDE_SCALES):
             self._sizes = (group, block, span, form + scales)
-            self._packed = new_panels(n, _panel_bytes(k, *self._sizes), has_gates=flags > 1)
+            self._packed = new_panels(
+                n, _panel_bytes(k, group, block, form + scales), has_gates=flags > 1
+            )
             faults = self._pack(pieces, flags)
             if faults & NOT_FINITE:
                 raise NotFinite("scales or offsets: some are NaN or infinite")
@@ -159,9 +161,8 @@ def block_of(weight: QuantizedWeight) -> tuple[int, int]:
     raise ValueError(f"groups of {group} columns: the native kernels need a multiple of 16")
 
 
-def _panel_bytes(k: int, group: int, block: int, span: int, form: int) -> int:
+def _panel_bytes(k: int, group: int, block: int, form: int) -> int:
     """Bytes of a panel, as quantized_linear.c has it."""
-    del span
     width, groups = 2 * team.lanes, -(-k // group)
     bits = 8 if form & EIGHT_BITS else 6 if form & SIX_BITS else 4
     header = width * (4 if form & WIDE_SCALES else 2) * (2 if form & OFFSETS else 1)

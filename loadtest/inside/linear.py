@@ -24,7 +24,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 READ_BYTES = 256 << 20
-LAYER = ((4096, 1024, None), (1024, 2048, None), (6144, 1024, "silu"), (1024, 3072, None))  # N, K
+# Of Qwen3-0.6B's layer: outputs of the matrices that are computed as one, their inputs, gates.
+PARTS = (
+    ((2048, 1024, 1024), 1024, None),
+    ((1024,), 2048, None),
+    ((3072, 3072), 1024, "silu"),
+    ((1024,), 3072, None),
+)
+LAYER = tuple((sum(outputs), k, gates) for outputs, k, gates in PARTS)  # N, K
 
 
 class Form(msgspec.Struct, frozen=True):

@@ -21,6 +21,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 import msgspec
 
 from streamer.errors import ConfigError
+from streamer.loadtest.inside.linear import PARTS
 from streamer.loadtest.table import terminal
 
 if TYPE_CHECKING:
@@ -34,15 +35,6 @@ if TYPE_CHECKING:
 
 FILE = "weights"
 MAX_RATE = 100  # GB/s; beyond, nothing is done
-
-
-# Qwen3-0.6B's: outputs of the matrices that are computed as one, their inputs, gates.
-LAYER = (
-    ((2048, 1024, 1024), 1024, None),
-    ((1024,), 2048, None),
-    ((3072, 3072), 1024, "silu"),
-    ((1024,), 3072, None),
-)
 
 
 class Stored(NamedTuple):
@@ -141,7 +133,7 @@ def measure(name: str, scheme: Scheme, layers: int, repeats: int) -> Measured:
             found: list[Layer] = [
                 [
                     ([Stored(n, k, write(file, scheme, n, k)) for n in outputs], gates)
-                    for outputs, k, gates in LAYER
+                    for outputs, k, gates in PARTS
                 ]
                 for _ in range(layers)
             ]

@@ -13,10 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from streamer.errors import ModelNotSupported
-from streamer.kernels.weights import QuantizedWeight, Weight
+from streamer.kernels.weights import GROUPS, QuantizedWeight, Weight
 from streamer.model.checkpoint import FLOATS
-
-GROUPS = (128, 64, 32, 16)  # of QuantizedWeight, beside whole rows
 
 Shape = tuple[int, ...]
 
