@@ -120,7 +120,9 @@ KERNEL vf soften_across(const Op *op, const Tile *tile, int64_t row, int64_t sta
     limit_across(op, tile, row, start, scores);
     vf peaks[4], x[TILE];
     for (int i = 0; i < 4; i++) peaks[i] = load_f32(scores + i * TILE);
-    for (int k = 4; k < TILE; k++) peaks[k % 4] = max_of(peaks[k % 4], load_f32(scores + k * TILE));
+    for (int k = 4; k < TILE; k += 4)
+        for (int i = 0; i < 4; i++)
+            peaks[i] = max_of(peaks[i], load_f32(scores + (k + i) * TILE));
     vf before = load_f32(top);
     vf now = max_of(max_of(max_of(peaks[0], peaks[1]), max_of(peaks[2], peaks[3])), before);
     vf kept = exp2_of((before - now) * factor);

@@ -12,7 +12,10 @@
  * The products of a block of K are summed exactly, in integers; blocks are scaled and added in
  * order, in float: one chain a sum, so a row's result depends on that row alone, and it is the same
  * on every CPU that has fused multiply-add. A block is at most a group. x has a scale for every span
- * of one or more blocks, which multiplies their sum (of bytes, each block: there a span is one).
+ * of one or more blocks, which multiplies their sum. Of bytes that span is one block: there what is
+ * added up before a second factor are blocks of a group, whose scale is that factor; 2,048 tokens of
+ * `half` in int8 took 1,031 ms of the largest matrices before, and 930 since (2 cores of an EPYC Zen 4,
+ * in turn with bfloat16's 1,533 and 1,579, 2026-11-27).
  *
  *   p  x (records of quantize.c), weight, bias or 0, y, table (uint8 [16]) or 0
  *   n  K, N, bytes of a row of x, stride of y, group, block, span, form
@@ -27,6 +30,7 @@ enum { EIGHT_BITS = 1, SIX_BITS = 2, OFFSETS = 4, WIDE_SCALES = 8, ZEROS = 16, Z
 #define TOGETHER 4 /* groups whose zeros lie together */
 
 #define DEPTH_BYTES 16384 /* of a panel at once where rows take several passes: stays in the L1 */
+#define BLOCKS_WITHIN 16  /* of bytes: no more than is in the L1 at once */
 #define AT_ONCE (VW == 16 ? 6 : ROWS_MAX) /* rows whose sums fit into the registers */
 
 /* What a panel looks like; bytes. */
@@ -39,12 +43,20 @@ typedef struct {
 
 INLINE int bits_of(int64_t form) { return form & EIGHT_BITS ? 8 : form & SIX_BITS ? 6 : 4; }
 
+/* The most blocks, of equal parts of a group, whose products are added up before its scale multiplies
+ * them. */
+INLINE int64_t most_within(int64_t per_group) {
+    int64_t blocks = min_int(per_group, BLOCKS_WITHIN);
+    while (per_group % blocks) blocks--;
+    return blocks;
+}
+
 INLINE Shape shape_of(const Op *op) {
     Shape s = {.block = op->n[5], .form = (int32_t)op->n[7]};
     s.zero = s.form / ZERO;
     s.blocks = divide_up(op->n[0], s.block);
     s.per_group = op->n[4] / s.block;
-    s.per_span = op->n[6] / s.block;
+    s.per_span = s.form & EIGHT_BITS ? most_within(s.per_group) : op->n[6] / s.block;
     s.header = TILE * (s.form & WIDE_SCALES ? 4 : 2) * (s.form & OFFSETS ? 2 : 1);
     s.block_bytes = s.block * TILE / 8 * bits_of(s.form);
     s.group_bytes = s.header + s.per_group * s.block_bytes;
@@ -80,7 +92,8 @@ INLINE vi start_less(vf zero, float activations) {
     return (vi)(splat(12582912.0f) - zero * splat(activations));
 }
 
-enum { NIBBLES, LOOKED_UP, SIXES, BYTES, KINDS };
+/* LONG_BYTES: of groups of several blocks. */
+enum { NIBBLES, LOOKED_UP, SIXES, BYTES, LONG_BYTES, KINDS };
 
 typedef void QuantizedKernel(float *sum, const char *x, int64_t stride, const char *panel,
                              int64_t first, int64_t last, const Shape *shape, const char *next,
@@ -103,7 +116,7 @@ INLINE void dot_codes(vi s[][2], const char *data, const char *const *from, int6
                       int rows, int kind) {
     const vi_any *codes = (const vi_any *)data;
     const int is_small = kind != LOOKED_UP;
-    if (kind == BYTES) {
+    if (kind >= BYTES) {
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++)
             dot_rows(s, codes[2 * i], codes[2 * i + 1], from, at + 4 * i, rows, 0);
@@ -133,11 +146,12 @@ INLINE void multiply_codes(float *sum, const char *x, int64_t stride, const char
                            int64_t lines, int rows, int kind) {
     const int is_small = kind == NIBBLES || kind == SIXES, is_wide = shape->form & WIDE_SCALES;
     const int64_t block = shape->block, record = RECORD_BYTES + block;
-    const int bits = kind == BYTES ? 8 : kind == SIXES ? 6 : 4;
+    const int bits = kind >= BYTES ? 8 : kind == SIXES ? 6 : 4;
     const int64_t offsets = shape->form & OFFSETS ? shape->header / 2 : 0;
     const vi table = shape->table;
     const char *from[ROWS_MAX];
-    vf total[ROWS_MAX][2]; /* of a span; of bytes, whose spans are one block, of all */
+    vf total[ROWS_MAX][2]; /* of a span; of bytes in groups of one block of all */
+    float activations[ROWS_MAX] = {0}; /* of a span of LONG_BYTES */
     for (int r = 0; r < rows; r++) {
         from[r] = x + r * stride + first * record;
         for (int j = 0; j < 2; j++)
@@ -165,33 +179,39 @@ INLINE void multiply_codes(float *sum, const char *x, int64_t stride, const char
         for (; k < at + record; k += 16, data += TILE * 2 * bits)
             dot_codes(s, data, from, k, table, rows, kind);
         int64_t apart = is_wide ? VW * 4 : VW * 2;
-        vf scale[2] = {load_scales(header, is_wide), load_scales(header + apart, is_wide)};
-        vf offset[2] = {{0}};
-        if (offsets) {
-            offset[0] = load_scales(header + offsets, is_wide);
-            offset[1] = load_scales(header + offsets + apart, is_wide);
-        }
+        const int is_end = kind != BYTES && (--of_span == 0 || b + 1 == last);
+        vf scale[2] = {{0}}, offset[2] = {{0}};
+        if (kind != LONG_BYTES || is_end)
+            for (int j = 0; j < 2; j++) {
+                scale[j] = load_scales(header + j * apart, is_wide);
+                if (offsets) offset[j] = load_scales(header + offsets + j * apart, is_wide);
+            }
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
             const Record *a = (const Record *)(from[r] + at);
+            const float all = kind >= BYTES ? a->scale * a->as_float : a->as_float;
             for (int j = 0; j < 2; j++) {
                 vf product = to_floats(s[r][j]);
                 if (kind == BYTES) product *= splat(a->scale);
-                total[r][j] += product * scale[j];
-                float activations = kind == BYTES ? a->scale * a->as_float : a->as_float;
-                if (offsets) total[r][j] += offset[j] * splat(activations);
+                total[r][j] += product * (kind == LONG_BYTES ? splat(a->scale) : scale[j]);
+                if (kind != LONG_BYTES && offsets) total[r][j] += offset[j] * splat(all);
             }
+            if (kind == LONG_BYTES && offsets) activations[r] += all;
         }
-        if (kind != BYTES && (--of_span == 0 || b + 1 == last)) {
+        if (is_end) {
             of_span = shape->per_span;
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
-                vf span_scale = splat(((const Record *)(from[r] + at))->scale);
+                const float of_x = ((const Record *)(from[r] + at))->scale;
                 for (int j = 0; j < 2; j++) {
                     float *to = sum + r * TILE + j * VW;
-                    store_f32(to, load_f32(to) + total[r][j] * span_scale);
+                    vf factor = kind == LONG_BYTES ? scale[j] : splat(of_x);
+                    vf all = load_f32(to) + total[r][j] * factor;
+                    if (kind == LONG_BYTES && offsets) all += offset[j] * splat(activations[r]);
+                    store_f32(to, all);
                     total[r][j] = (vf){0};
                 }
+                activations[r] = 0;
             }
         }
         if (--left == 0) {
@@ -218,7 +238,7 @@ INLINE void multiply_codes(float *sum, const char *x, int64_t stride, const char
     }
 #define QUANTIZED_KERNELS(ROWS) \
     QUANTIZED_KERNEL(ROWS, NIBBLES) QUANTIZED_KERNEL(ROWS, LOOKED_UP) \
-    QUANTIZED_KERNEL(ROWS, SIXES) QUANTIZED_KERNEL(ROWS, BYTES)
+    QUANTIZED_KERNEL(ROWS, SIXES) QUANTIZED_KERNEL(ROWS, BYTES) QUANTIZED_KERNEL(ROWS, LONG_BYTES)
 #define CODES(KIND, ROWS) codes_##KIND##_##ROWS
 
 QUANTIZED_KERNELS(1) QUANTIZED_KERNELS(2) QUANTIZED_KERNELS(3) QUANTIZED_KERNELS(4)
@@ -232,12 +252,13 @@ QUANTIZED_KERNELS(5) QUANTIZED_KERNELS(6) QUANTIZED_KERNELS(7) QUANTIZED_KERNELS
 #endif
 static QuantizedKernel *const codes_rows[KINDS][ROWS_MAX + 1] = {
     CODES_UP_TO_MAX(NIBBLES), CODES_UP_TO_MAX(LOOKED_UP), CODES_UP_TO_MAX(SIXES),
-    CODES_UP_TO_MAX(BYTES)};
+    CODES_UP_TO_MAX(BYTES), CODES_UP_TO_MAX(LONG_BYTES)};
 
 static void quantized_panel(const Op *op, const Shape *shape, int64_t panel, int64_t from,
                             int64_t rows, float *sum) {
     int kind = op->p[4] ? LOOKED_UP : NIBBLES;
-    if (shape->form & (EIGHT_BITS | SIX_BITS)) kind = shape->form & SIX_BITS ? SIXES : BYTES;
+    if (shape->form & SIX_BITS) kind = SIXES;
+    if (shape->form & EIGHT_BITS) kind = shape->per_span > 1 ? LONG_BYTES : BYTES;
     int64_t passes = divide_up(rows, AT_ONCE);
     int64_t depth = shape->blocks;
     if (passes > 1) /* whole spans, so that sums are rounded as they are in a single pass */

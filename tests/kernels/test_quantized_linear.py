@@ -42,10 +42,11 @@ FORMS = [  # bits, group, zero (-1: one for each group), offsets, table, permute
     (4, 64, -1, True, False, True),
     (8, 64, 0, True, False, False),
     (8, 128, 128, False, False, False),
+    (8, 0, 0, True, False, False),
 ]
 IS_OLD = "x86-64" in os.environ.get("CFLAGS", "")  # set by test_library.py
 SHAPES = [(96, 160), (33, 200), (7, 40), (70, 331)]  # N, K
-DIGEST = "120f774736805b5db1f54cb116b8fda7"  # of the products of all forms and shapes
+DIGEST = "de14a1614d21a54dd99ec5be0eb286a1"  # of the products of all forms and shapes
 
 
 def make(
@@ -105,22 +106,40 @@ def exact(weight: QuantizedWeight, x: torch.Tensor) -> torch.Tensor:
     values = F.pad(codes.double() - weight.zero, padding).view(n, -1, block)
     sums = torch.einsum("tbk,nbk->tnb", activations.double(), values)
     totals = activations.float().sum(-1)
-    zeros = weight.zeros
-    y = torch.zeros(len(x), n)
-    total = torch.zeros(len(x), n)
-    for b in range(sums.shape[2]):
-        g = b * block // weight.group
-        size = sizes[:, b * block // span, None]
-        own = size if weight.bits > 6 else torch.ones(1)
-        product = sums[:, :, b].float()
-        if zeros is not None:
-            product -= zeros[:, g] * totals[:, b, None]
-        total = fused(product * own, weight.scales[:, g], total)
-        if weight.offsets is not None:
+    count, one = sums.shape[2], torch.ones(1)
+    within = blocks_within(weight, block)
+    is_long = weight.bits > 6 and within > 1
+    length = within if is_long else count if weight.bits > 6 else span // block
+    y = total = torch.zeros(len(x), n)
+    activations = torch.zeros(len(x), 1)
+    for b in range(count):
+        g, product = b * block // weight.group, sums[:, :, b].float()
+        scale, size = weight.scales[:, g], sizes[:, b * block // span, None]
+        if weight.zeros is not None:
+            product -= weight.zeros[:, g] * totals[:, b, None]
+        own = one  # factors of a block's product, and then of the sum of several
+        first, then = scale, size
+        if is_long:
+            first, then = size, scale
+        elif weight.bits > 6:
+            own, then = size, one
+        total = fused(product * own, first, total)
+        if weight.offsets is not None and is_long:
+            activations = fused(size, totals[:, b, None], activations)
+        elif weight.offsets is not None:
             total = fused(weight.offsets[:, g], totals[:, b, None] * own, total)
-        if own is not size and ((b + 1) * block % span == 0 or b + 1 == sums.shape[2]):
-            y, total = fused(total, size, y), torch.zeros(len(x), n)
-    return y + total
+        if (b + 1) % length == 0 or b + 1 == count:
+            y, total = fused(total, then, y), torch.zeros(len(x), n)
+            if weight.offsets is not None and is_long:
+                y = fused(weight.offsets[:, g], activations, y)
+                activations = torch.zeros(len(x), 1)
+    return y
+
+
+def blocks_within(weight: QuantizedWeight, block: int) -> int:
+    """Blocks of 8 bits that are added up before the scale of their group multiplies them."""
+    per_group = -(-min(weight.group, weight.shape[1]) // block)
+    return max(n for n in range(1, 17) if per_group % n == 0)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -157,10 +176,11 @@ def test_every_cpu_gives_the_same_bits() -> None:
     assert digest.hexdigest() == DIGEST
 
 
-@pytest.mark.parametrize("form", [FORMS[i] for i in (0, 3, 7, 9, 13, 14)])
-def test_rows_too_long_for_one_pass(form: tuple[int, int, int, bool, bool, bool]) -> None:
+@pytest.mark.parametrize("k", [2500, 2560])  # of a block each 79, a prime number, and 80
+@pytest.mark.parametrize("form", [FORMS[i] for i in (0, 3, 7, 9, 11, 13, 14, 21, 22)])
+def test_rows_too_long_for_one_pass(form: tuple[int, int, int, bool, bool, bool], k: int) -> None:
     """Many rows take K in pieces: of whole spans, so that the bits stay the same."""
-    weight, x = make(40, 2500, form), inputs(13, 2500)
+    weight, x = make(40, k, form), inputs(13, k)
     packed = native.pack_weight([weight], dtype=torch.float32)
     expected = exact(weight, x)
     assert torch.equal(packed(x), expected)
