@@ -336,19 +336,21 @@ static void plain_codes(int64_t layout, const uint8_t *const *rows, Words *to) {
 static void integers_of(const Stored *s, const uint8_t *const *rows, int64_t first, int64_t count,
                         Columns *it) {
     _Alignas(64) uint8_t codes[TILE][COLUMNS];
-    _Alignas(64) float scales[TILE][COLUMNS / FLOAT8_GROUP];
+    _Alignas(64) float scales[TILE][COLUMN_GROUPS];
     const uint8_t *of_codes[TILE], *of_scales[TILE];
     int64_t columns = s->bits, per_row = divide_up(s->K, columns), scale = first / columns;
-    memset(codes, 0, sizeof codes);
-    memset(scales, 0, sizeof scales);
     for (int j = 0; j < TILE; j++) {
         of_codes[j] = codes[j], of_scales[j] = (const uint8_t *)scales[j];
+        if (count < COLUMNS || it->rows[j] < 0) {
+            memset(codes[j], 0, sizeof codes[j]);
+            memset(scales[j], 0, sizeof scales[j]);
+        }
         if (it->rows[j] >= 0)
-            float8_row((const int8_t *)rows[j], s->scales[it->of[j]] + it->rows[j] * per_row + scale,
-                       count, columns, (scale + 1) * columns - first, codes[j], scales[j]);
+            float8_row(rows[j], s->scales[it->of[j]] + it->rows[j] * per_row + scale, count, columns,
+                       (scale + 1) * columns - first, codes[j], scales[j]);
     }
     words_of(of_codes, 0, 64, 16, COLUMNS / 64, it->fours);
-    words_of(of_scales, 0, 64, 16, COLUMNS / FLOAT8_GROUP / 16, (Words *)it->scales);
+    words_of(of_scales, 0, 64, 16, COLUMN_GROUPS / 16, (Words *)it->scales);
 }
 
 /* Columns from `first` on, at most COLUMNS, of rows. What is beyond K, and rows that are none, are
@@ -384,86 +386,7 @@ static void columns_of_rows(const Stored *s, int64_t first, Columns *it) {
     }
 }
 
-#define LATER 64 /* columns ahead that are fetched, since each is far from the one before it */
-
-/* Where a code lies in words: the word's place, and its shift. */
-INLINE int64_t word_of(const Stored *s, int64_t row, int64_t k, int *shift) {
-    static const uint8_t places[] = {0, 4, 1, 5, 2, 6, 3, 7}; /* of OUTPUTS_LAYOUT */
-    if (s->layout == OUTPUTS_LAYOUT) {
-        *shift = 4 * places[row % 8];
-        return k * (s->beside / 8) + row / 8;
-    }
-    int64_t bit = (s->order ? s->order[k] : k) * s->bits;
-    *shift = (int)(bit % 32);
-    return bit / 32 * s->beside + row;
-}
-
-/* The same of words, which have a column's outputs side by side. */
-static void columns_of_words(const Stored *stored, int64_t first, Columns *it) {
-    const Stored local = *stored, *s = &local; /* what is stored can't be what is written */
-    int64_t K = s->K, last = min_int(first + COLUMNS, K);
-    const int64_t *rows = it->rows;
-    uint32_t shifts[TILE] = {0}, present[TILE]; /* of an output, beside its column's */
-    int64_t places[TILE] = {0}; /* from the first output of the first matrix */
-    const uint32_t *words = (const uint32_t *)s->codes[0];
-    for (int64_t j = 0; j < TILE; j++) {
-        int shift = 0, none;
-        present[j] = rows[j] < 0 ? 0 : ~0u;
-        if (rows[j] < 0) continue;
-        places[j] = word_of(s, rows[j], 0, &shift) - word_of(s, 0, 0, &none) +
-                    ((const uint32_t *)s->codes[it->of[j]] - words);
-        if (s->layout == OUTPUTS_LAYOUT) shifts[j] = (uint32_t)shift;
-    }
-    const int is_in_runs = s->layout == OUTPUTS_LAYOUT;
-    const vi is_first = lane_numbers() < 8; /* outputs of a vector's first word */
-    const int is_along = s->layout == WORDS_LAYOUT && places[VW - 1] - places[0] == VW - 1 &&
-                         places[TILE - 1] - places[VW] == VW - 1;
-    const uint32_t *places_of[COLUMNS + LATER]; /* a column's first word */
-    uint32_t masks[COLUMNS], down[COLUMNS];
-    for (int64_t k = first; k < first + COLUMNS + LATER; k++) {
-        int shift;
-        places_of[k - first] = words + word_of(s, 0, min_int(k, K - 1), &shift);
-        if (k >= first + COLUMNS) continue;
-        masks[k - first] = k < K ? (1u << s->bits) - 1 : 0;
-        down[k - first] = (uint32_t)shift;
-    }
-    int64_t i = 0;
-    for (; i < divide_up(last - first, 4); i++) {
-        const uint32_t *const *from = places_of + 4 * i;
-        const uint32_t *mask = masks + 4 * i, *low = down + 4 * i;
-        for (int at = 0; at < 4; at++) {
-            if (from[LATER + at] == from[LATER + at - 1]) continue;
-            __builtin_prefetch(from[LATER + at] + places[0], 0, 2);
-            __builtin_prefetch(from[LATER + at] + places[VW], 0, 2);
-        }
-        for (int64_t half = 0; is_along && half < TILE; half += VW) {
-            vu four = {0};
-            for (int at = 0; at < 4; at++) {
-                vu w = (vu)load_f32((const float *)from[at] + places[half]);
-                four |= (w >> low[at] & mask[at]) << (8 * at);
-            }
-            store_f32((float *)it->fours[i] + half, (vf)four);
-        }
-        for (int64_t half = 0; is_in_runs && half < TILE; half += VW) {
-            vu four = {0}, shift = *(const vu_any *)(shifts + half);
-            for (int at = 0; at < 4; at++) {
-                vu w = (vu){0} + from[at][places[half]];
-                vu second = (vu){0} + from[at][places[half + VW - 1]];
-                w = (vu)choose(is_first, (vf)w, (vf)second);
-                four |= (w >> shift & mask[at]) << (8 * at);
-            }
-            *(vu_any *)(it->fours[i] + half) = four & *(const vu_any *)(present + half);
-        }
-        for (int64_t j = 0; !is_along && !is_in_runs && j < TILE; j++) {
-            uint32_t four = 0;
-            for (int at = 0; at < 4; at++)
-                four |= (from[at][places[j]] >> low[at] & mask[at]) << (8 * at);
-            it->fours[i][j] = four & present[j];
-        }
-    }
-    for (; i < COLUMNS / 4; i++)
-        memset(it->fours[i], 0, sizeof it->fours[i]);
-}
+#include "words.c"
 
 static void read_columns(const Stored *s, int64_t first, Columns *it) {
     if (is_by_rows(s->layout)) columns_of_rows(s, first, it);
@@ -481,7 +404,7 @@ static void unpack_run(const Op *op, const Step *step, int64_t chunk, Worker *me
     Stored s = {.codes = {op->p[0]}, .scales = {op->p[5]}, .order = op->p[4], .layout = layout,
                 .bits = op->n[3], .K = K, .beside = N, .further = TILE};
     const Sizes sizes = sizes_of[layout];
-    const int64_t per = is_blocks(layout) ? sizes.weights / sizes.groups : FLOAT8_GROUP; /* columns */
+    const int64_t per = is_blocks(layout) ? sizes.weights / sizes.groups : float8_group(op->n[3]); /* columns */
     uint8_t *codes = op->p[1];
     float *scales = op->p[2], *offsets = op->p[3];
     Columns it = {.of = {0}};

@@ -1,52 +1,83 @@
-/* FP8 as integers, which the linear layers multiply: groups of 32, see quantized_linear.py. */
+/* FP8 as integers, which the linear layers multiply: groups of 32, or of 16 where a scale is for so
+ * many, see quantized_linear.py. In a group the scale is one number, so an integer depends on two codes
+ * alone, its own and the largest: it is looked up. */
 #pragma once
 #include "codes.c"
 #include "common.h"
 #include "half.h"
 
-#define FLOAT8_GROUP 32 /* columns of an integer's scale */
-#define PER_GROUP (FLOAT8_GROUP / VW) /* vectors of a group */
+#define FLOAT8_GROUP 32 /* columns of an integer's scale, at most */
 
-/* Numbers as integers around 128, a group under the scale of its largest, which is rounded to
- * float16 where that rounds by little. At most VW groups at once, of `count` numbers; x has zeros
- * beyond. */
-static void float8_groups(const vf *x, int64_t count, uint8_t *codes, float *scales) {
-    float largest[VW] = {0}, inverses[VW];
-    int8_t all[VW * FLOAT8_GROUP];
-    int64_t groups = divide_up(count, FLOAT8_GROUP);
-    for (int64_t g = 0; g < groups; g++) {
-        vf most = {0};
-        for (int i = 0; i < PER_GROUP; i++) most = max_of(magnitude(x[g * PER_GROUP + i]), most);
-        largest[g] = largest_of(most);
+/* 127 times a code over the largest of its group, both without their signs, to the nearest. */
+static _Alignas(64) uint8_t float8_levels[128][128];
+
+__attribute__((constructor)) static void fill_float8_levels(void) {
+    float values[128];
+    for (int code = 0; code < 128; code++) values[code] = value_of((vb){0} + (int8_t)code, FP8)[0];
+    for (int largest = 1; largest < 128; largest++)
+        for (int code = 0; code <= largest; code++)
+            float8_levels[largest][code] = (uint8_t)lrint(127.0 * values[code] / values[largest]);
+}
+
+INLINE int64_t float8_group(int64_t columns) { return columns == 16 ? 16 : FLOAT8_GROUP; }
+
+/* The largest of FLOAT8_GROUP codes without their signs. */
+INLINE int float8_largest(const uint8_t *from) {
+    int largest = 0;
+#if defined(__AVX2__)
+    __m256i all = _mm256_and_si256(_mm256_loadu_si256((const void *)from), _mm256_set1_epi8(127));
+    __m128i part = _mm_max_epu8(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+    part = _mm_max_epu8(part, _mm_srli_epi16(part, 8));
+    part = _mm_sub_epi16(_mm_set1_epi16(255), _mm_and_si128(part, _mm_set1_epi16(255)));
+    largest = 255 - _mm_extract_epi16(_mm_minpos_epu16(part), 0);
+#else
+    for (int i = 0; i < FLOAT8_GROUP; i++)
+        largest = (from[i] & 127) > largest ? from[i] & 127 : largest;
+#endif
+    return largest;
+}
+
+/* FLOAT8_GROUP codes as integers around 128. */
+INLINE void float8_integers(const uint8_t *from, const uint8_t *levels, uint8_t *to) {
+#if VW == 16 && defined(__AVX512VBMI__) && defined(__AVX512BW__)
+    __m256i codes = _mm256_loadu_si256((const void *)from); /* a look up uses 7 bits */
+    __m256i found = _mm512_castsi512_si256(
+        _mm512_permutex2var_epi8(_mm512_load_si512(levels), _mm512_castsi256_si512(codes),
+                                 _mm512_load_si512(levels + 64)));
+    found = _mm256_mask_sub_epi8(found, _mm256_movepi8_mask(codes), _mm256_setzero_si256(), found);
+    _mm256_storeu_si256((void *)to, _mm256_xor_si256(found, _mm256_set1_epi8((char)128)));
+#else
+    for (int i = 0; i < FLOAT8_GROUP; i++) {
+        int level = levels[from[i] & 127];
+        to[i] = (uint8_t)(from[i] & 128 ? 128 - level : 128 + level);
     }
-    vf wide = load_f32(largest) / 127.0f, narrow = of_half(half_of(wide));
-    vf scale = choose(magnitude(narrow - wide) <= wide * 0x1p-11f, narrow, wide);
-    store_f32(inverses, choose(scale > 0.0f, 1.0f / scale, (vf){0}));
-    memcpy(scales, &scale, (size_t)groups * sizeof *scales);
-    for (int64_t i = 0; i < groups * PER_GROUP; i++) {
-        vf level = x[i] * splat(inverses[i / PER_GROUP]);
-        level = min_of(splat(127.0f), max_of(splat(-127.0f), level));
-        vi code = (vi)(level + 12582912.0f) - (vi)splat(12582912.0f) + 128;
-        *(vb_any *)(all + i * VW) = __builtin_convertvector(code, vb);
-    }
-    memcpy(codes, all, (size_t)count);
+#endif
 }
 
 /* `K` codes of a row, with a scale for 16 columns, a multiple of it, or all; `left` columns have the
- * first one. */
-static void float8_row(const int8_t *from, const float *scale, int64_t K, int64_t columns,
+ * first one. Integers' scales are rounded to float16 where that rounds by little. */
+static void float8_row(const uint8_t *from, const float *scale, int64_t K, int64_t columns,
                        int64_t left, uint8_t *codes, float *to) {
-    vf x[VW * PER_GROUP];
-    for (int64_t k = 0; k < K; k += VW * FLOAT8_GROUP, to += VW) {
-        int64_t count = min_int(VW * FLOAT8_GROUP, K - k);
-        memset(x, 0, sizeof x);
-        for (int64_t i = 0; i < count; i += VW, left -= VW) {
-            vb some = {0};
-            if (left == 0) scale++, left = columns;
-            if (count - i >= VW) some = *(const vb_any *)(from + k + i);
-            else memcpy(&some, from + k + i, (size_t)(count - i));
-            x[i / VW] = value_of(some, FP8) * *scale;
-        }
-        float8_groups(x, count, codes + k, to);
+    const int64_t group = float8_group(columns);
+    vf scales = {0};
+    vb largest = {0};
+    int g = 0;
+    for (int64_t k = 0; k < K; k += group, left -= group) {
+        uint8_t some[FLOAT8_GROUP] = {0}, found[FLOAT8_GROUP];
+        const int64_t count = min_int(group, K - k);
+        const int is_whole = count == FLOAT8_GROUP;
+        if (left <= 0) scale++, left = columns;
+        if (!is_whole) memcpy(some, from + k, (size_t)count);
+        const uint8_t *here = is_whole ? from + k : some;
+        const int most = float8_largest(here);
+        float8_integers(here, float8_levels[most], is_whole ? codes + k : found);
+        if (!is_whole) memcpy(codes + k, found, (size_t)count);
+        largest[g] = (int8_t)most;
+        scales[g++] = *scale;
+        if (g < VW && k + group < K) continue;
+        vf wide = value_of(largest, FP8) * scales / 127.0f, narrow = of_half(half_of(wide));
+        vf chosen = choose(magnitude(narrow - wide) <= wide * 0x1p-11f, narrow, wide);
+        memcpy(to, &chosen, (size_t)g * sizeof *to);
+        to += g, g = 0;
     }
 }

@@ -34,7 +34,7 @@ class Unavailable(Exception):
 
 
 def load() -> ctypes.CDLL:
-    """The library for this CPU, from the cache or compiled now (GCC 3 s, Zig 5)."""
+    """The library for this CPU, from the cache or compiled now (GCC 12: 15 s on an EPYC Zen 4)."""
     if sys.platform == "win32":
         raise Unavailable("the native kernels need POSIX threads")
     command = [*_compiler(), *FLAGS, _native_flag(), *shlex.split(os.environ.get("CFLAGS", ""))]
@@ -53,7 +53,7 @@ def _load(command: list[str], folder: Path, when: str) -> ctypes.CDLL:
     key = _key(command)
     path = _cached(folder, key)
     if path is None:
-        logger.info("compiling the kernels for this CPU, %s: a few seconds", when)
+        logger.info("compiling the kernels for this CPU, %s: some 15 seconds", when)
         path = _compile(command, folder, key)
     return ctypes.CDLL(str(path))
 

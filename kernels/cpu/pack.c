@@ -5,8 +5,8 @@
  *   PACK_QUANTIZED  p  codes as stored (blocks.c), packed (quantized_linear.c), scales and offsets
  *                      (float [N, groups]) or zeros (uint8) or 0, order or 0, the ups' codes, scales
  *                      and offsets or zeros, faults (uint8 [panels])
- *                   n  K, N, group, block, form: as there, layout, bits and outputs (of words: those
- *                      side by side in memory)
+ *                   n  K, N, group, block, form: as there, layout, bits and outputs (side by side in
+ *                      memory: of words, and of tall scales, offsets and zeros, [groups, outputs])
  *   flags  GATE_*: N / 2 gates and N / 2 ups, a matrix each, become panels of VW gates and VW ups
  *
  * Scales of GGUF's blocks are read from these. Scales and offsets are rounded to float16 unless the
@@ -81,11 +81,33 @@ static void pack_run(const Op *op, const Step *step, int64_t panel, Worker *me) 
 
 enum { ROUNDED = 1, NOT_FINITE = 2 }; /* faults */
 
+/* With the layout: whether the outputs of a group lie side by side, not the groups of an output. */
+enum { TALL_SCALES = 256, TALL_BESIDE = 512 };
+
+/* Numbers of `size` bytes of group g, tall, p and that of the ups. The rows of VW outputs follow one
+ * another. */
+INLINE void tall_numbers(const Op *op, const Columns *it, int p, int64_t g, int64_t size, void *out) {
+    memset(out, 0, (size_t)(TILE * size));
+    for (int64_t j = 0; j < TILE; j += VW) {
+        int64_t count = VW;
+        while (count && it->rows[j + count - 1] < 0) count--;
+        if (count == 0) continue;
+        const char *matrix = op->p[it->of[j] ? p + 4 : p];
+        const char *from = matrix + (g * op->n[7] + it->rows[j]) * size;
+        if (count == VW) memcpy((char *)out + j * size, from, (size_t)(VW * size));
+        else memcpy((char *)out + j * size, from, (size_t)(count * size));
+    }
+}
+
 /* Numbers from..to of each row of a matrix of floats [N, groups], p and that of the ups. */
 static void pack_floats(const Op *op, const Columns *it, int p, int64_t from, int64_t to,
                         Floats *out) {
     const char *pieces[TILE];
     int64_t groups = divide_up(op->n[0], op->n[2]);
+    if (op->n[5] & (p == 2 ? TALL_SCALES : TALL_BESIDE)) {
+        for (int64_t g = from; g < to; g++) tall_numbers(op, it, p, g, 4, out[g - from]);
+        return;
+    }
     for (int64_t j = 0; j < TILE; j++) {
         const float *matrix = op->p[it->of[j] ? p + 4 : p];
         pieces[j] = it->rows[j] < 0 ? 0 : (const char *)(matrix + it->rows[j] * groups + from);
@@ -131,10 +153,12 @@ INLINE int put_numbers(char *to, const float *from, int form) {
 INLINE void put_zeros(uint8_t *to, const Op *op, const Columns *it, int64_t g) {
     int64_t groups = divide_up(op->n[0], op->n[2]);
     uint8_t zeros[TILE];
-    for (int j = 0; j < TILE; j++) {
-        const uint8_t *matrix = op->p[it->of[j] ? 7 : 3];
-        zeros[j] = it->rows[j] < 0 ? 0 : matrix[it->rows[j] * groups + g];
-    }
+    if (op->n[5] & TALL_BESIDE) tall_numbers(op, it, 3, g, 1, zeros);
+    else
+        for (int j = 0; j < TILE; j++) {
+            const uint8_t *matrix = op->p[it->of[j] ? 7 : 3];
+            zeros[j] = it->rows[j] < 0 ? 0 : matrix[it->rows[j] * groups + g];
+        }
     for (int j = 0; j < VW; j++) to[j] = (uint8_t)(zeros[j] | zeros[j + VW] << 4);
 }
 
@@ -175,7 +199,7 @@ static void pack_quantized_run(const Op *op, const Step *step, int64_t panel, Wo
     int bits = bits_of(shape.form), faults = 0;
     Columns it;
     Stored s = {.codes = {op->p[0], op->p[5]}, .scales = {op->p[2], op->p[6]}, .order = op->p[4],
-                .layout = op->n[5], .bits = op->n[6], .K = op->n[0], .beside = op->n[7],
+                .layout = op->n[5] % TALL_SCALES, .bits = op->n[6], .K = op->n[0], .beside = op->n[7],
                 .further = op->flags < GATE_SILU ? TILE : VW};
     for (int64_t j = 0; j < TILE; j++) it.rows[j] = row_of(op, panel, j), it.of[j] = is_up(op, j);
     for (int64_t first = 0, left = 0; first < columns; first += COLUMNS) {

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from streamer.kernels.cpu.blocks import LAYOUTS, bits_of, layout
+from streamer.kernels.cpu.blocks import LAYOUTS, TALL, bits_of, layout
 from streamer.kernels.cpu.memory import chunks, new_panels
 from streamer.kernels.cpu.program import Call, Kind, issue, new_rows, team
 from streamer.kernels.weights import NotFinite, QuantizedWeight, Weight, dequantize
@@ -31,6 +31,7 @@ from streamer.kernels.weights import NotFinite, QuantizedWeight, Weight, dequant
 # quantized_linear.c's form
 EIGHT_BITS, SIX_BITS, OFFSETS, WIDE_SCALES, ZEROS, ZERO = 1, 2, 4, 8, 16, 32
 NOT_FINITE = 2  # pack.c's fault
+TALL_SCALES, TALL_BESIDE = 256, 512  # and with its layout
 TOGETHER = 4  # groups whose zeros lie together
 BLOCK = 32  # columns that share a scale of the activations,
 SPAN = 128  # and beside weights of few bits: beyond, integer sums may exceed dot.h's 2**22
@@ -97,12 +98,11 @@ class Quantized:
             n, k = sum(p.shape[0] for p in piece), part.shape[1]
             count = -(-n // (2 * team.lanes)) if len(piece) == 1 else len(panels)
             panels, here = panels[count:], panels[:count]
-            name = "BYTES" if part.layout is None else part.layout.name
             faults = torch.zeros(count, dtype=torch.uint8)
             (codes, scales, beside), *ups = [_pointers(p) for p in piece]
             pointers = (codes, here, scales, beside, part.permutation, *(ups or [(None,) * 3])[0])
-            side_by_side = part.codes.stride(0) * (8 if name == "OUTPUTS" else 1)
-            sizes = (k, n, group, block, form, LAYOUTS.index(name), bits_of(part), side_by_side)
+            layout, side_by_side = _laid(part)
+            sizes = (k, n, group, block, form, layout, bits_of(part), side_by_side)
             call = Call(
                 Kind.PACK_QUANTIZED, here, torch.float32, (*pointers, faults), sizes, flags=flags
             )
@@ -176,6 +176,24 @@ def _pointers(part: QuantizedWeight) -> tuple[torch.Tensor | None, ...]:
     return part.codes, part.scales if len(part.scales) else None, beside
 
 
+def _laid(part: QuantizedWeight) -> tuple[int, int]:
+    """pack.c's layout, and outputs side by side."""
+    name = "BYTES" if part.layout is None else part.layout.name
+    beside = part.offsets if part.zeros is None else part.zeros
+    layout, outputs = LAYOUTS.index(name), 0
+    if name in TALL:
+        outputs = part.codes.stride(0) * (8 if name == "OUTPUTS" else 1)
+    for numbers, flag in ((part.scales, TALL_SCALES), (beside, TALL_BESIDE)):
+        if numbers is not None and not _is_by_rows(numbers):
+            layout, outputs = layout + flag, numbers.stride(1)
+    return layout, outputs
+
+
+def _is_by_rows(numbers: torch.Tensor) -> bool:
+    """Whether the numbers [N, groups] of an output lie side by side, not the outputs of a group."""
+    return numbers.dim() < 2 or numbers.shape[1] < 2 or numbers.stride(1) == 1
+
+
 def pieces_of(
     parts: Sequence[QuantizedWeight], *, has_gates: bool
 ) -> list[tuple[QuantizedWeight, ...]]:
@@ -186,7 +204,9 @@ def pieces_of(
         if all(part.shape[0] % (2 * team.lanes) == 0 for part in parts[:-1]):
             return [(part,) for part in parts]
         return [(_stacked(parts),)]
-    if len(parts) == 2 and parts[0].shape == parts[1].shape and _is_laid_alike(*parts):
+    first, *others = parts
+    is_pair = [part.shape for part in others] == [first.shape] and _is_laid_alike(*parts)
+    if is_pair and _laid(others[0]) == _laid(first):
         return [tuple(parts)]
     whole = _stacked(parts)
     half = whole.shape[0] // 2
@@ -199,10 +219,15 @@ def _contiguous(part: QuantizedWeight) -> QuantizedWeight:
     return dataclasses.replace(
         part,
         codes=part.codes.contiguous(),
-        scales=part.scales.contiguous(),
-        offsets=None if part.offsets is None else part.offsets.contiguous(),
-        zeros=None if part.zeros is None else part.zeros.contiguous(),
+        scales=_in_line(part.scales),
+        offsets=None if part.offsets is None else _in_line(part.offsets),
+        zeros=None if part.zeros is None else _in_line(part.zeros),
     )
+
+
+def _in_line(numbers: torch.Tensor) -> torch.Tensor:
+    """The numbers without gaps, by outputs or by groups, as they are."""
+    return numbers if numbers.dim() == 2 and numbers.t().is_contiguous() else numbers.contiguous()
 
 
 def _is_laid_alike(a: QuantizedWeight, b: QuantizedWeight) -> bool:
@@ -232,13 +257,15 @@ def _cut(weight: QuantizedWeight, first: int, last: int) -> QuantizedWeight:
 
 
 def as_integers(weight: QuantizedWeight) -> QuantizedWeight:
-    """float8 codes as 8-bit integers in groups of 32, made when they are packed: the error is a
-    fifth of theirs, and adds a fiftieth to it (the bundled model, and normal numbers)."""
+    """float8 codes as 8-bit integers in groups of 32, or of 16 where scales are for so many, made
+    when they are packed: the error is a fifth of theirs, and adds a fiftieth to it (the bundled
+    model, and normal numbers)."""
     if weight.codes.dtype is not torch.float8_e4m3fn:
         return weight
     codes, stored = weight.codes.view(torch.uint8), layout("FLOAT8", *weight.shape)
-    order = weight.permutation
-    return QuantizedWeight(codes, weight.scales, BLOCK, 8, 128, permutation=order, layout=stored)
+    scales, order = weight.scales.contiguous(), weight.permutation
+    integers = QuantizedWeight(codes, scales, BLOCK, 8, 128, permutation=order, layout=stored)
+    return dataclasses.replace(integers, group=min(BLOCK, bits_of(integers)))
 
 
 def runs(parts: Sequence[Weight]) -> list[list[Weight]]:

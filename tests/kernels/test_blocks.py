@@ -16,10 +16,10 @@ K = 768  # more than pack.c takes at once
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of a word's outputs, from the lowest bits up
 
 
-def stored(name: str, n: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def stored(name: str, n: int, bits: int, k: int = K) -> tuple[torch.Tensor, torch.Tensor]:
     """Random codes as a layout has them, and one a byte."""
     random = torch.Generator().manual_seed(bits)
-    codes = torch.randint(0, 1 << bits, (n, K), generator=random, dtype=torch.uint8)
+    codes = torch.randint(0, 1 << bits, (n, k), generator=random, dtype=torch.uint8)
     if name == "BYTES":
         return codes, codes
     if name == "SIGNED":
@@ -28,9 +28,10 @@ def stored(name: str, n: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
         return codes[:, ::2] | codes[:, 1::2] << 4, codes
     wide = codes.long()
     if name == "OUTPUTS":
-        fields = wide.t().reshape(K, n // 8, 8)
+        fields = wide.t().reshape(k, n // 8, 8)
         shifts = torch.tensor(AWQ_PLACES) * 4
     else:
+        wide = torch.nn.functional.pad(wide, (0, -k % (32 // bits)))
         fields = wide.view(n, -1, 32 // bits).transpose(0, 1).transpose(1, 2)
         fields = fields.transpose(1, 2)
         shifts = torch.arange(0, 32, bits)
@@ -78,6 +79,54 @@ def test_panels_of_stored_codes_are_those_of_bytes(
     ]
     assert same(*packed)
     assert torch.equal(dequantize(kept), dequantize(plain))
+
+
+def tall(x: torch.Tensor) -> torch.Tensor:
+    """The same, the rows of a column side by side in memory."""
+    return x.t().contiguous().t()
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("beside", ["nothing", "offsets", "zeros"])
+@pytest.mark.parametrize("n", [64, 24, 88])
+@pytest.mark.parametrize(("name", "bits"), CASES)
+def test_numbers_by_groups_are_packed_as_those_by_outputs(
+    name: str, bits: int, n: int, beside: str, activation: str | None
+) -> None:
+    """One part, gates and ups, and parts of both kinds, which are stacked or cut."""
+    kept = weights(name, n, bits)[0]
+    if beside == "offsets":
+        kept = dataclasses.replace(kept, offsets=torch.rand(n, K // 32).half().float())
+    if beside == "zeros":
+        zeros = torch.randint(0, 1 << bits, (n, K // 32)).byte()
+        kept = dataclasses.replace(kept, zero=0, zeros=zeros)
+    by_groups = dataclasses.replace(
+        kept,
+        scales=tall(kept.scales),
+        offsets=None if kept.offsets is None else tall(kept.offsets),
+        zeros=None if kept.zeros is None else tall(kept.zeros),
+    )
+    for count in (1, 2, 3) if activation is None else (1, 2):
+        expected = native.pack_weight([kept] * count, None, activation, dtype=torch.float32)
+        for last in (kept, by_groups):
+            parts = [by_groups] * (count - 1) + [last]
+            assert same(native.pack_weight(parts, None, activation, dtype=torch.float32), expected)
+
+
+@pytest.mark.parametrize("k", [20, 100, 516, 522, 1000])
+@pytest.mark.parametrize(
+    ("name", "bits"), [("OUTPUTS", 4), ("WORDS", 2), ("WORDS", 4), ("WORDS", 8)]
+)
+def test_columns_may_end_within_a_word_or_what_is_read_at_once(
+    name: str, bits: int, k: int
+) -> None:
+    data, codes = stored(name, 40, bits, k)
+    scales = torch.ones(40, -(-k // 32))
+    kept = QuantizedWeight(data, scales, 32, bits, 3, layout=blocks.layout(name, 40, k))
+    plain = QuantizedWeight(codes, scales, 32, bits, 3)
+    packed = [native.pack_weight([part], dtype=torch.float32) for part in (kept, plain)]
+    assert same(*packed)
+    assert torch.equal(kept.unpacked().codes, codes)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -136,7 +185,7 @@ def test_float8_becomes_the_same_integers_in_panels(
     error = (dequantize(integers) - dequantize(weight)).abs()
     largest = torch.nn.functional.pad(dequantize(weight), (0, -k % 32)).view(40, -1, 32).abs()
     steps = largest.amax(-1).repeat_interleave(32, 1)[:, :k] / 127
-    assert bool((error <= steps * 0.51).all())
+    assert bool((error <= steps * 0.57).all())  # half, and a scale rounded by 2**-11
 
 
 @pytest.mark.parametrize("name", blocks.FORMATS)

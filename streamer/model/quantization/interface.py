@@ -123,11 +123,11 @@ def held_group(group: int, k: int, field: str = "group_size") -> int:
 
 def regroup(scales: torch.Tensor, group: int, k: int) -> torch.Tensor:
     """Scales [N, ceil(k / group)] of a format's groups as float32, or zero points as they are, a
-    column a `held_group`."""
+    column a `held_group`; in memory by outputs or by groups, as they come."""
     scales = scales if scales.dtype == torch.uint8 else scales.float()
     held = held_group(group, k)
     if group in (-1, held) or group >= k:
-        return scales.contiguous()
+        return scales
     return scales.repeat_interleave(group // held, 1)[:, : math.ceil(k / held)].contiguous()
 
 

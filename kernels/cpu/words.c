@@ -1,0 +1,190 @@
+/* Codes in words of several outputs' or several columns' (GPTQ, AWQ), of TILE outputs at once; part of
+ * blocks.c, which says what the layouts are.
+ */
+
+#if VW == 16 && defined(__AVX512VBMI__) && defined(__AVX512BW__)
+#define CAN_PLACE_BYTES 1
+#else
+#define CAN_PLACE_BYTES 0
+#endif
+#define LATER 64 /* columns ahead that are fetched, since each is far from the one before it */
+
+static const uint8_t output_places[] = {0, 4, 1, 5, 2, 6, 3, 7}; /* of OUTPUTS_LAYOUT */
+
+/* Where a code lies in words: the word's place, and its shift. */
+INLINE int64_t word_of(const Stored *s, int64_t row, int64_t k, int *shift) {
+    if (s->layout == OUTPUTS_LAYOUT) {
+        *shift = 4 * output_places[row % 8];
+        return k * (s->beside / 8) + row / 8;
+    }
+    int64_t bit = (s->order ? s->order[k] : k) * s->bits;
+    *shift = (int)(bit % 32);
+    return bit / 32 * s->beside + row;
+}
+
+/* Where TILE outputs lie in words.
+ *
+ * places    of an output's word, from that of the first matrix's first output
+ * shifts    of OUTPUTS: of its code in the word
+ * present   ~0 where there is such an output, else 0
+ * are_all   there are all; is_along: and each half of them side by side, a word each
+ */
+typedef struct {
+    const uint32_t *words;
+    int64_t places[TILE];
+    uint32_t shifts[TILE], present[TILE];
+    int are_all, is_along;
+} Outputs;
+
+static void find_outputs(const Stored *s, const Columns *it, Outputs *to) {
+    memset(to, 0, sizeof *to);
+    to->words = (const uint32_t *)s->codes[0];
+    to->are_all = 1;
+    for (int64_t j = 0; j < TILE; j++) {
+        int shift = 0, none;
+        if (it->rows[j] < 0) {
+            to->are_all = 0;
+            continue;
+        }
+        to->present[j] = ~0u;
+        to->places[j] = word_of(s, it->rows[j], 0, &shift) - word_of(s, 0, 0, &none) +
+                        ((const uint32_t *)s->codes[it->of[j]] - to->words);
+        if (s->layout == OUTPUTS_LAYOUT) to->shifts[j] = (uint32_t)shift;
+    }
+    to->is_along = s->layout == WORDS_LAYOUT && to->are_all &&
+                   to->places[VW - 1] - to->places[0] == VW - 1 &&
+                   to->places[TILE - 1] - to->places[VW] == VW - 1;
+}
+
+/* Words of outputs that are along, 4 or 8 codes each, whose columns are in order. */
+static void whole_words(const Stored *s, const Outputs *o, int64_t first, int64_t last, Words *to) {
+    const int64_t columns = 32 / s->bits, end = s->K / columns;
+    for (int64_t k = first / columns; k < last / columns; k++, to += columns / 4)
+        for (int64_t half = 0; half < TILE; half += VW) {
+            const uint32_t *from = o->words + k * s->beside + o->places[half];
+            vu w = *(const vu_any *)from, both[2] = {w & 0xffff, w >> 16};
+            __builtin_prefetch(from + min_int(LATER / columns, end - 1 - k) * s->beside, 0, 2);
+            if (columns == 4) *(vu_any *)(to[0] + half) = w;
+            for (int i = 0; columns == 8 && i < 2; i++) { /* as halves_apart */
+                vu four = (both[i] | both[i] << 8) & 0x00ff00ffu;
+                *(vu_any *)(to[i] + half) = (four | four << 4) & EACH_BYTE(15u);
+            }
+        }
+}
+
+/* Columns of OUTPUTS, all of which there are, 4 at a time: 2 words of each half, the low and high halves of
+ * whose 64 bytes are put in their places at once. */
+static void whole_outputs(const Stored *s, const Outputs *o, int64_t first, int64_t last, Words *to) {
+#if CAN_PLACE_BYTES
+    const int64_t further = s->beside / 8, until = s->K - LATER;
+    uint8_t bytes[TILE][4]; /* of an output's code: its byte, 64 further in a high half */
+    __m512i where[2];
+    for (int j = 0; j < TILE; j++)
+        for (int at = 0; at < 4; at++) {
+            int place = output_places[j % 8];
+            bytes[j][at] = (uint8_t)(16 * at + j / 8 * 4 + place / 2 + place % 2 * 64);
+        }
+    memcpy(where, bytes, sizeof bytes);
+    for (int64_t k = first; k < last; k += 4, to++) {
+        const uint32_t *from = o->words + k * further + o->places[0];
+        const int64_t apart = o->places[VW] - o->places[0];
+        __m128i c[4];
+        for (int at = 0; at < 4; at++, from += further) {
+            c[at] = _mm_unpacklo_epi64(_mm_loadl_epi64((const void *)from),
+                                       _mm_loadl_epi64((const void *)(from + apart)));
+            if (k >= until) continue;
+            __builtin_prefetch(from + LATER * further, 0, 2);
+            if (apart != 2) __builtin_prefetch(from + LATER * further + apart, 0, 2);
+        }
+        __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(c[0]), c[1], 1);
+        __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(c[2]), c[3], 1);
+        __m512i all = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+        __m512i even = _mm512_and_si512(all, _mm512_set1_epi8(15));
+        __m512i odd = _mm512_and_si512(_mm512_srli_epi16(all, 4), _mm512_set1_epi8(15));
+        for (int half = 0; half < 2; half++)
+            _mm512_storeu_si512(to[0] + half * VW, _mm512_permutex2var_epi8(even, where[half], odd));
+    }
+#else
+    (void)s, (void)o, (void)first, (void)last, (void)to;
+#endif
+}
+
+/* Some columns: the first words, their codes' masks, and shifts that are a column's own. */
+typedef struct {
+    const uint32_t *from[COLUMNS + LATER];
+    uint32_t masks[COLUMNS], down[COLUMNS];
+} WordColumns;
+
+static void find_columns(const Stored *s, const Outputs *o, int64_t first, WordColumns *to) {
+    for (int64_t i = 0, k = first; i < COLUMNS + LATER; i++, k++) {
+        int shift;
+        to->from[i] = o->words + word_of(s, 0, min_int(k, s->K - 1), &shift);
+        if (i >= COLUMNS) continue;
+        to->masks[i] = k < s->K ? (1u << s->bits) - 1 : 0;
+        to->down[i] = (uint32_t)shift;
+    }
+}
+
+/* 4 columns of VW outputs of OUTPUTS, from the output `half` on. */
+INLINE vu four_in_runs(const uint32_t *const *from, const Outputs *o, int64_t half,
+                       const uint32_t *mask) {
+    const vi is_first = lane_numbers() < 8; /* outputs of the first of two words */
+    vu four = {0}, shift = *(const vu_any *)(o->shifts + half);
+    for (int at = 0; at < 4; at++) {
+        vu w = (vu){0} + from[at][o->places[half]];
+        vu second = (vu){0} + from[at][o->places[half + VW - 1]];
+        w = (vu)choose(is_first, (vf)w, (vf)second);
+        four |= (w >> shift & mask[at]) << (8 * at);
+    }
+    return four & *(const vu_any *)(o->present + half);
+}
+
+/* 4 columns of VW outputs that are along. */
+INLINE vu four_along(const uint32_t *const *from, int64_t place, const uint32_t *low,
+                     const uint32_t *mask) {
+    vu four = {0};
+    for (int at = 0; at < 4; at++) {
+        vu w = *(const vu_any *)(from[at] + place);
+        four |= (w >> low[at] & mask[at]) << (8 * at);
+    }
+    return four;
+}
+
+/* As columns_of_rows, of words, which have a column's outputs side by side. */
+static void columns_of_words(const Stored *stored, int64_t first, Columns *it) {
+    const Stored local = *stored, *s = &local; /* what is stored can't be what is written */
+    const int64_t last = min_int(first + COLUMNS, s->K), whole = (last - first) / 4;
+    const int is_in_runs = s->layout == OUTPUTS_LAYOUT;
+    Outputs o;
+    WordColumns columns;
+    find_outputs(s, it, &o);
+    for (int64_t i = whole; i < COLUMNS / 4; i++) memset(it->fours[i], 0, sizeof it->fours[i]);
+    if (o.is_along && !s->order && (s->bits == 4 || s->bits == 8) && last % (32 / s->bits) == 0) {
+        whole_words(s, &o, first, last, it->fours);
+        return;
+    }
+    if (CAN_PLACE_BYTES && is_in_runs && o.are_all && last % 4 == 0) {
+        whole_outputs(s, &o, first, last, it->fours);
+        return;
+    }
+    find_columns(s, &o, first, &columns);
+    for (int64_t i = 0; i < divide_up(last - first, 4); i++) {
+        const uint32_t *const *from = columns.from + 4 * i;
+        const uint32_t *mask = columns.masks + 4 * i, *low = columns.down + 4 * i;
+        for (int at = 0; at < 4; at++) {
+            if (from[LATER + at] == from[LATER + at - 1]) continue;
+            __builtin_prefetch(from[LATER + at] + o.places[0], 0, 2);
+            __builtin_prefetch(from[LATER + at] + o.places[VW], 0, 2);
+        }
+        for (int64_t half = 0; (o.is_along || is_in_runs) && half < TILE; half += VW)
+            *(vu_any *)(it->fours[i] + half) =
+                is_in_runs ? four_in_runs(from, &o, half, mask)
+                           : four_along(from, o.places[half], low, mask);
+        for (int64_t j = 0; !o.is_along && !is_in_runs && j < TILE; j++) {
+            uint32_t four = 0;
+            for (int at = 0; at < 4; at++)
+                four |= (from[at][o.places[j]] >> low[at] & mask[at]) << (8 * at);
+            it->fours[i][j] = four & o.present[j];
+        }
+    }
+}
