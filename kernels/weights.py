@@ -47,7 +47,8 @@ class QuantizedWeight:
     codes        uint8 [N, K], one a byte, each below 2**bits; value = table[code] where there is a
                  table, else the code. Or float8_e4m3fn [N, K]: bits 8, zero 0, no table, no offsets
     scales       float32 [N, ceil(K / group)]; the last group may be shorter. Empty where the layout
-                 has them, and offsets, among its codes
+                 has them, and offsets, among its codes. In memory by outputs or by groups, as are
+                 offsets and zeros
     group        16, 32, 64, 128 or K (a scale for each output)
     bits         2 to 8
     zero         the constant zero point of a symmetric format: 8 of Q4_0, 128 of int8 as uint8

@@ -404,7 +404,8 @@ static void unpack_run(const Op *op, const Step *step, int64_t chunk, Worker *me
     Stored s = {.codes = {op->p[0]}, .scales = {op->p[5]}, .order = op->p[4], .layout = layout,
                 .bits = op->n[3], .K = K, .beside = N, .further = TILE};
     const Sizes sizes = sizes_of[layout];
-    const int64_t per = is_blocks(layout) ? sizes.weights / sizes.groups : float8_group(op->n[3]); /* columns */
+    const int64_t per = is_blocks(layout) ? sizes.weights / sizes.groups /* columns of a scale */
+                                          : float8_group(op->n[3]);
     uint8_t *codes = op->p[1];
     float *scales = op->p[2], *offsets = op->p[3];
     Columns it = {.of = {0}};

@@ -2,8 +2,8 @@
  *
  * VW floats a vector, TILE columns of a packed weight (two vectors), ROWS_MAX rows multiplied at
  * once: as many accumulators as the registers hold. All of it is written with GCC's vector types,
- * which GCC and Clang compile for any CPU; AVX512 alone has intrinsics, for bfloat16's dot product,
- * transposing and adding up lanes.
+ * which GCC and Clang compile for any CPU; intrinsics are for what these lack: dot products, transposing,
+ * adding up lanes, looking up bytes.
  */
 #pragma once
 #include <math.h>
@@ -211,6 +211,18 @@ INLINE vi lane_numbers(void) {
     vi n;
     for (int i = 0; i < VW; i++) n[i] = i;
     return n;
+}
+
+/* a * b + c, rounded once where the CPU can. Compilers mostly make that of the expression, too; Clang
+ * 14 does not always. */
+INLINE vf fused(vf a, vf b, vf c) {
+#if VW == 16
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif VW == 8 && defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
 }
 
 INLINE vf choose(vi where, vf yes, vf no) { return (vf)((where & (vi)yes) | (~where & (vi)no)); }

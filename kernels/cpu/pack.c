@@ -94,6 +94,7 @@ INLINE void tall_numbers(const Op *op, const Columns *it, int p, int64_t g, int6
         if (count == 0) continue;
         const char *matrix = op->p[it->of[j] ? p + 4 : p];
         const char *from = matrix + (g * op->n[7] + it->rows[j]) * size;
+        /* a size that the compiler knows is a move */
         if (count == VW) memcpy((char *)out + j * size, from, (size_t)(VW * size));
         else memcpy((char *)out + j * size, from, (size_t)(count * size));
     }

@@ -177,7 +177,8 @@ def _pointers(part: QuantizedWeight) -> tuple[torch.Tensor | None, ...]:
 
 
 def _laid(part: QuantizedWeight) -> tuple[int, int]:
-    """pack.c's layout, and outputs side by side."""
+    """pack.c's layout, and outputs side by side: those of the whole matrix that was read, of which
+    codes, scales and what is beside them are the same rows."""
     name = "BYTES" if part.layout is None else part.layout.name
     beside = part.offsets if part.zeros is None else part.zeros
     layout, outputs = LAYOUTS.index(name), 0

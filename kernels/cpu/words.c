@@ -72,8 +72,8 @@ static void whole_words(const Stored *s, const Outputs *o, int64_t first, int64_
         }
 }
 
-/* Columns of OUTPUTS, all of which there are, 4 at a time: 2 words of each half, the low and high halves of
- * whose 64 bytes are put in their places at once. */
+/* Columns of OUTPUTS, all of which there are, 4 at a time: 2 words of each half, the low and high
+ * halves of whose 64 bytes are put in their places at once. */
 static void whole_outputs(const Stored *s, const Outputs *o, int64_t first, int64_t last, Words *to) {
 #if CAN_PLACE_BYTES
     const int64_t further = s->beside / 8, until = s->K - LATER;

@@ -70,7 +70,8 @@ class Measured(msgspec.Struct, frozen=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How many layers, rows and threads."""
     add = parser.add_argument
-    add("--layers", type=int, default=16, help="of Qwen3-0.6B's shapes (16)")
+    says = "of Qwen3-0.6B's shapes (16); few lie in the last cache, faster than memory"
+    add("--layers", type=int, default=16, help=says)
     says = "at once (1 8 32 64 512); without a number: no matrices by themselves"
     add("--rows", type=int, nargs="*", default=[1, 8, 32, 64, 512], help=says)
     says = "also compute whole prompts of --model, in bfloat16, int8 and int4 in turn"
@@ -101,7 +102,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
         with console.status(f"Measuring {name}"):
             found.append(measure(name, args.layers, args.rows, args.seconds))
     if found:
-        console.print(terminal(table(found), f"{args.layers} layers"))
+        console.print(
+            terminal(table(found), f"{args.layers} {'layer' if args.layers == 1 else 'layers'}")
+        )
     if args.prompts:
         times = prompts.measure(args.model, args.prompts, threads, console)
         console.print(terminal(prompts.table(times), "whole prompts"))

@@ -1,4 +1,4 @@
-"""`streamer quantize MODEL --to int4 --out DIR`: a dense checkpoint as a compressed-tensors one.
+"""`streamer quantize [MODEL] --to int4 --out DIR`: a dense checkpoint as a compressed-tensors one.
 
 Reads a folder or hub id, writes a new folder that this engine, vLLM and transformers load.
 """
@@ -21,7 +21,8 @@ MAX_TEXT = 4 << 20  # characters of a calibration that are read: 64 for each of 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, what it becomes, and where it is written."""
-    parser.add_argument("model", metavar="MODEL", help="checkpoint folder or hub id, dense")
+    says = "checkpoint folder or hub id, dense (the bundled model)"
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=says)
     parser.add_argument("--to", required=True, choices=KINDS, help="what its matrices become")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder")
     parser.add_argument(

@@ -57,9 +57,10 @@ class Codes:
             self.table = first.table.to(device, torch.uint8).contiguous().view(torch.int64)
         self.permutation = None if first.permutation is None else first.permutation.to(device)
         self.words = torch.cat([pack(part.codes, self.bits) for part in parts])
-        scales, offsets = torch.cat([part.scales for part in parts]), None
+        # by outputs, however they come: so cat makes them, and the kernel reads them
+        scales, offsets = torch.cat([part.scales.contiguous() for part in parts]), None
         if first.offsets is not None:
-            offsets = torch.cat([p.offsets for p in parts if p.offsets is not None])
+            offsets = torch.cat([p.offsets.contiguous() for p in parts if p.offsets is not None])
         is_exact = dtype is torch.float32
         self.scales = scales if is_exact else _halved(scales, SCALE_LOSS)
         self.offsets = offsets

@@ -51,7 +51,8 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
 def words_as_bytes(words: torch.Tensor) -> torch.Tensor:
     """int32 [R, W] -> uint8 [R, 4 W], little-endian, as safetensors files are."""
-    return words.contiguous().view(torch.uint8)
+    words = words.contiguous()  # of one column its strides may be any, which a view refuses
+    return words.view(-1).view(torch.uint8).view(len(words), -1)
 
 
 def unsigned(codes: torch.Tensor) -> torch.Tensor:

@@ -136,9 +136,8 @@ def with_zeros(
     layout: Layout | None = None,
 ) -> QuantizedWeight:
     """Codes with zero points, uint8 like scales: a constant where all are equal."""
-    # in the order of memory, which takes an eighth of the time
-    least, most = (zeros if zeros.is_contiguous() else zeros.t()).aminmax()
-    if (zero := int(least)) == int(most):
+    # aminmax takes ten times as long where outputs lie side by side
+    if (zero := int(zeros.amin())) == int(zeros.amax()):
         return QuantizedWeight(codes, scales, group, bits, zero=zero, layout=layout)
     return QuantizedWeight(codes, scales, group, bits, layout=layout, zeros=zeros)
 

@@ -17,6 +17,8 @@ from streamer.kernels.weights import GROUPS, QuantizedWeight, Weight
 from streamer.model.checkpoint import FLOATS
 
 Shape = tuple[int, ...]
+FLOAT32_MAX = torch.finfo(torch.float32).max
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 class Stored(NamedTuple):
@@ -132,10 +134,19 @@ def regroup(scales: torch.Tensor, group: int, k: int) -> torch.Tensor:
 
 
 def check_finite(module: str, weight: QuantizedWeight) -> QuantizedWeight:
-    """The weight; ModelNotSupported for a scale or offset that would make every answer NaN."""
+    """The weight; ModelNotSupported for a scale or offset that would make every answer NaN: one
+    that is no number, or so large that a weight would be infinite."""
     check_numbers(f"{module}: scales", weight.scales)
+    most = 0.0
+    if weight.scales.numel():
+        values = FP8_MAX if weight.codes.dtype == torch.float8_e4m3fn else 1 << weight.bits
+        values = values if weight.table is None else 256
+        most = values * float(weight.scales.abs().amax())
     if weight.offsets is not None:
         check_numbers(f"{module}: offsets", weight.offsets)
+        most += float(weight.offsets.abs().amax())
+    if most > FLOAT32_MAX:
+        raise wrong(module, "scales are too large for float32", "model")
     return weight
 
 

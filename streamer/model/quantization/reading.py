@@ -12,7 +12,7 @@ from typing import Any
 import regex
 
 from streamer.errors import ModelNotSupported
-from streamer.model.fields import Fields
+from streamer.model.fields import MAX_SIZE, Fields
 from streamer.model.quantization.interface import held_group
 from streamer.model.quantization.scaled import Grid
 from streamer.tokenizer.patterns import Clock, TimedPattern, fault
@@ -133,8 +133,8 @@ def ends(module: str, by: str = "") -> Iterator[str]:
 
 def group_size(value: Any, field: str = "group_size") -> int:
     """Columns of a scale: -1 (all), or a multiple of 16."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise refused(field, value, "an integer")
+    if isinstance(value, bool) or not isinstance(value, int) or value > MAX_SIZE:
+        raise refused(field, value, f"an integer, at most {MAX_SIZE}")
     if value != -1:
         held_group(value, 1 << 30, field)
     return value
@@ -145,6 +145,6 @@ def block(value: Any, field: str) -> Grid:
     sizes = value if isinstance(value, list) else []
     if len(sizes) != 2 or any(isinstance(s, bool) or not isinstance(s, int) for s in sizes):
         raise refused(field, value, "a list of two integers")
-    if sizes[0] < 1:
-        raise refused(field, value, "positive")
+    if not 1 <= sizes[0] <= MAX_SIZE:
+        raise refused(field, value, f"positive, at most {MAX_SIZE}")
     return Grid(sizes[0], group_size(sizes[1], field))

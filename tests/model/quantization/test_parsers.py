@@ -14,7 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from streamer.errors import ModelNotSupported
 from streamer.kernels.weights import QuantizedWeight, dequantize
-from streamer.model.quantization.bits import unpack
+from streamer.model.quantization.bits import unpack, words_as_bytes
 from streamer.model.quantization.float4 import Bnb4, Bnb8, Mxfp4, Nvfp4
 from streamer.model.quantization.gptq import Awq, Gptq
 from streamer.model.quantization.interface import Scheme
@@ -64,6 +64,12 @@ def test_codes_of_any_width_run_on_over_bytes(bits: int) -> None:
     numbers = [sum(int(c) << (bits * i) for i, c in enumerate(row)) for row in codes]
     packed = torch.tensor([list(x.to_bytes(44, "little")) for x in numbers], dtype=torch.uint8)
     assert torch.equal(unpack(packed, bits, 43), codes)
+
+
+def test_words_of_a_column_are_bytes_in_order() -> None:
+    """Zero points of 8 outputs in pack-quantized: a transposed row, which a view refuses."""
+    words = torch.tensor([[0x03020100, 0x07060504, 0x0B0A0908]], dtype=torch.int32).t()
+    assert torch.equal(words_as_bytes(words), torch.arange(12, dtype=torch.uint8).view(3, 4))
 
 
 INT, FLOAT = {"type": "int"}, {"type": "float", "num_bits": 8}

@@ -256,10 +256,22 @@ def test_values_that_lie_are_refused_with_their_matrix(
     assert re.search(re.escape(MODULE) + says, poisoned.refusal())
 
 
-@pytest.mark.parametrize("poisoned", ["float-quantized"], indirect=True)
-def test_numbers_too_large_for_float32_are_refused_with_their_matrix(poisoned: Poisoned) -> None:
-    """Integers that FP8 becomes on a CPU have scales that are 448 times as large."""
-    name = f"{MODULE}.weight_scale"
-    poisoned.write(**{name: torch.full_like(poisoned.tensors[name], 3e38)})
-    with pytest.raises(ModelNotSupported, match=re.escape(MODULE) + ": scales are too large"):
-        load(poisoned.folder, for_cpu())
+@pytest.mark.parametrize(
+    ("poisoned", "scales", "value"),
+    [
+        ("float-quantized", "weight_scale", 3e38),
+        ("gptq", "scales", 3e37),
+        ("pack-quantized", "weight_scale", 3e37),
+        ("int-quantized", "weight_scale", 3e36),
+    ],
+    indirect=["poisoned"],
+)
+def test_numbers_too_large_for_float32_are_refused_with_their_matrix(
+    poisoned: Poisoned, scales: str, value: float
+) -> None:
+    """A finite scale whose weights are infinite, on every backend."""
+    name = f"{MODULE}.{scales}"
+    poisoned.write(**{name: torch.full(poisoned.tensors[name].shape, value)})
+    for kernels in (torch_kernels, for_cpu()):
+        with pytest.raises(ModelNotSupported, match=re.escape(MODULE) + ": scales are too large"):
+            load(poisoned.folder, kernels)

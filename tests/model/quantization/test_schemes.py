@@ -123,6 +123,8 @@ def test_skipped_modules(method: str, field: str) -> None:
         ({"quant_method": "gptq", "bits": 3}, "bits", "2, 4 or 8"),
         ({"quant_method": "gptq"}, "bits", "lacks bits"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 24}, "group_size", "multiple of 16"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 16 << 30}, "group_size", "at most"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 10**400}, "group_size", "at most"),
         ({"quant_method": "gptq", "bits": 4, "sym": "no"}, "sym", "true or false"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"(": {}}}, "dynamic", "no pattern"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"a": {"bits": 5}}}, "bits", "says 5"),
@@ -136,6 +138,16 @@ def test_skipped_modules(method: str, field: str) -> None:
         ({"quant_method": "awq", "bits": 3}, "bits", "must be 4"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt", "e5m2"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size", "two integers"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [10**330, 128]},
+            "weight_block_size",
+            "at most",
+        ),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 10**330]},
+            "weight_block_size",
+            "at most",
+        ),
         ({"quant_method": "fp8", "ignored_layers": "lm_head"}, "ignored_layers", "list of strings"),
         ({"quant_method": "bitsandbytes"}, "load_in_8bit", "load_in_4bit"),
         (
