@@ -59,8 +59,8 @@ INLINE void float8_integers(const uint8_t *from, const uint8_t *levels, uint8_t 
 static void float8_row(const uint8_t *from, const float *scale, int64_t K, int64_t columns,
                        int64_t left, uint8_t *codes, float *to) {
     const int64_t group = float8_group(columns);
-    vf scales = {0};
-    vb largest = {0};
+    float scales[VW] = {0};
+    int8_t largest[VW] = {0};
     int g = 0;
     for (int64_t k = 0; k < K; k += group, left -= group) {
         uint8_t some[FLOAT8_GROUP] = {0}, found[FLOAT8_GROUP];
@@ -75,7 +75,8 @@ static void float8_row(const uint8_t *from, const float *scale, int64_t K, int64
         largest[g] = (int8_t)most;
         scales[g++] = *scale;
         if (g < VW && k + group < K) continue;
-        vf wide = value_of(largest, FP8) * scales / 127.0f, narrow = of_half(half_of(wide));
+        vf wide = value_of(*(const vb_any *)largest, FP8) * load_f32(scales) / 127.0f;
+        vf narrow = of_half(half_of(wide));
         vf chosen = choose(magnitude(narrow - wide) <= wide * 0x1p-11f, narrow, wide);
         memcpy(to, &chosen, (size_t)g * sizeof *to);
         to += g, g = 0;

@@ -136,18 +136,22 @@ def regroup(scales: torch.Tensor, group: int, k: int) -> torch.Tensor:
 def check_finite(module: str, weight: QuantizedWeight) -> QuantizedWeight:
     """The weight; ModelNotSupported for a scale or offset that would make every answer NaN: one
     that is no number, or so large that a weight would be infinite."""
-    check_numbers(f"{module}: scales", weight.scales)
-    most = 0.0
-    if weight.scales.numel():
-        values = FP8_MAX if weight.codes.dtype == torch.float8_e4m3fn else 1 << weight.bits
-        values = values if weight.table is None else 256
-        most = values * float(weight.scales.abs().amax())
+    values = FP8_MAX if weight.codes.dtype == torch.float8_e4m3fn else 1 << weight.bits
+    values = values if weight.table is None else 256
+    most = values * _largest(f"{module}: scales", weight.scales)
     if weight.offsets is not None:
-        check_numbers(f"{module}: offsets", weight.offsets)
-        most += float(weight.offsets.abs().amax())
+        most += _largest(f"{module}: offsets", weight.offsets)
     if most > FLOAT32_MAX:
         raise wrong(module, "scales are too large for float32", "model")
     return weight
+
+
+def _largest(where: str, values: torch.Tensor) -> float:
+    """The largest magnitude, 0 of none; ModelNotSupported for numbers that are NaN or infinite."""
+    largest = float(values.abs().amax()) if values.numel() else 0.0
+    if not math.isfinite(largest):
+        check_numbers(where, values)
+    return largest
 
 
 def check_numbers(where: str, values: torch.Tensor) -> None:
