@@ -246,5 +246,5 @@ def _finite(names: list[str], parts: list[ops.Weight]) -> Iterator[None]:
         for name, part in zip(names, parts, strict=True):
             if isinstance(part, QuantizedWeight):
                 check_finite(name, part.unpacked())
-        # Finite each, but not what the kernels make of them, such as scales times codes of FP8.
+        # Finite each, but not what the kernels make of them.
         raise wrong(", ".join(names), "scales are too large for float32", "model") from e

@@ -23,9 +23,7 @@ from streamer.model.checkpoint import TensorEntry
 
 ALIGN = 64
 OWN_BYTES = 64 << 10  # a tensor of fewer has memory that is not used again
-READERS = (
-    2  # threads that read one tensor: 3 MB at 8.8 GB/s instead of 6.0 (EPYC Zen 4, 2026-11-27)
-)
+READERS = 2  # threads that read one tensor: 3 MB at 8.8 GB/s, not 6.0 (EPYC Zen 4, 2026-11-27)
 SPARE = 4  # of a tensor's size may be lent beside it, since some backends keep dense tensors
 SHARE_BYTES = 512 << 10  # that a thread is worth it for
 

@@ -182,10 +182,16 @@ def test_float8_becomes_the_same_integers_in_panels(
         for part in (weight, integers)
     ]
     assert same(*packed)
-    error = (dequantize(integers) - dequantize(weight)).abs()
-    largest = torch.nn.functional.pad(dequantize(weight), (0, -k % 32)).view(40, -1, 32).abs()
-    steps = largest.amax(-1).repeat_interleave(32, 1)[:, :k] / 127
-    assert bool((error <= steps * 0.57).all())  # half, and a scale rounded by 2**-11
+    size = integers.group
+    values = torch.nn.functional.pad(codes.double(), (0, -k % size)).view(40, -1, size)
+    largest = values.abs().amax(-1, keepdim=True)
+    levels = torch.where(largest > 0, 127 * values / largest, 0).round() + 128
+    assert torch.equal(integers.codes, levels.flatten(1)[:, :k].to(torch.uint8))
+    dense, got = dequantize(weight), dequantize(integers)
+    steps = (largest / 127).expand_as(values).flatten(1)[:, :k]
+    steps = steps * scales.repeat_interleave(group or k, 1)[:, :k]
+    rounded = dense.abs() * 2**-11  # by the scale, as float16
+    assert bool(((got - dense).abs() <= steps * 0.501 + rounded).all())
 
 
 @pytest.mark.parametrize("name", blocks.FORMATS)

@@ -136,9 +136,9 @@ def regroup(scales: torch.Tensor, group: int, k: int) -> torch.Tensor:
 def check_finite(module: str, weight: QuantizedWeight) -> QuantizedWeight:
     """The weight; ModelNotSupported for a scale or offset that would make every answer NaN: one
     that is no number, or so large that a weight would be infinite."""
-    values = FP8_MAX if weight.codes.dtype == torch.float8_e4m3fn else 1 << weight.bits
-    values = values if weight.table is None else 256
-    most = values * _largest(f"{module}: scales", weight.scales)
+    is_float = weight.codes.dtype == torch.float8_e4m3fn
+    value = 256 if weight.table is not None else FP8_MAX if is_float else 1 << weight.bits
+    most = value * _largest(f"{module}: scales", weight.scales)
     if weight.offsets is not None:
         most += _largest(f"{module}: offsets", weight.offsets)
     if most > FLOAT32_MAX:
