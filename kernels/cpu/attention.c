@@ -15,16 +15,12 @@
  */
 #include "codes.c"
 
-/* A decode is bound by reading keys and values: 32 rows at 200 tokens, 24 layers, 16/8 heads of
- * 128, bfloat16, 2 cores of an EPYC Zen 5 (2026-11-22): 15.9 to 18.8 ms, 33 to 40 GB/s, varying
- * with the hour (a plain read of the same blocks 43 to 46). A tile takes a core 412 ns with its
- * data in cache and 730 from memory, so lines are fetched a tile ahead, spread over all the
- * work: half of the next keys while packing and half while multiplying, the values while adding,
- * past the L2 cache. In turns with this (19.0 ms): all keys while packing 20 ms, heads as chunks
- * of their own (each with a cold first tile) 21.1, both 22.2; values also while softening no
- * difference. Older, at 128 rows: 7.2 ms without fetching ahead and 4.6 with it, all at once
- * instead of spread 6.9, every other line 6.6; masks and maxima lane by lane took 1.1 times and
- * values in float 1.2 times as long as what replaced them. */
+/* A decode is bound by reading keys and values, which lie in pieces of 4 KiB that the hardware's
+ * prefetcher does not follow: TILES_AHEAD tiles ahead lines are fetched in order, spread over all
+ * the work, keys while packing and values while adding, into the L2 cache (docs/kernels.md). Older,
+ * at 128 rows: 7.2 ms without fetching ahead and 4.6 with it, all at once instead of spread 6.9,
+ * every other line 6.6; masks and maxima lane by lane took 1.1 times and values in float 1.2 times
+ * as long as what replaced them. */
 #define TILE_QUERIES 64  /* query heads times query tokens a tile has at most (or one token's) */
 #define FLOOR -1e30f     /* below every score, and finite */
 
@@ -51,6 +47,10 @@ INLINE int64_t room_for(int64_t rows) {
 #define LOG2_E 1.44269504088896341f
 
 INLINE float exponent_of(const Op *op) { return op->f[1] != 0 ? LOG2_E : op->f[0] * LOG2_E; }
+
+/* A line that is needed soon, into the L2 cache: as many misses as the L1 cache may have at once are
+ * too few for memory. */
+INLINE void fetch(const char *line) { __builtin_prefetch(line, 0, 2); }
 
 /* Addresses of TILE keys, and of their scales where they are codes. The values and their scales lie
  * `values_further` bytes further. */
@@ -83,8 +83,15 @@ INLINE void find_keys(const Op *op, const int64_t *table, int64_t head, int64_t 
     }
 }
 
-/* TILE keys -> a panel [D][TILE], bfloat16 in pairs for the dot product; fetches the keys
- * of `next`, or their first half where the multiplication fetches the second. */
+/* All keys and values at once, of tiles that nothing came before. */
+INLINE void fetch_tile(const Op *op, const Keys *keys, int dtype) {
+    for (int side = 0; side < 2; side++)
+        for (int i = 0; i < TILE; i++)
+            for (int64_t b = 0; b < op->n[2] * pool_size(op->flags, dtype); b += 64)
+                fetch(keys->key[i] + side * values_further(op, dtype) + b);
+}
+
+/* TILE keys -> a panel [D][TILE], bfloat16 in pairs for the dot product; fetches those of `next`. */
 INLINE void pack_keys(char *panel, const char *const *keys, const char *const *next, int64_t D,
                       int dtype) {
 #if HAS_DOT
@@ -94,7 +101,8 @@ INLINE void pack_keys(char *panel, const char *const *keys, const char *const *n
                 __m512i row[16];
                 for (int i = 0; i < 16; i++) {
                     row[i] = _mm512_loadu_si512(keys[half * 16 + i] + d * 4);
-                    if (i % 2 == 0) __builtin_prefetch(next[i + half] + d * 4, 0, 0);
+                    const int64_t line = half * (D / 2) + d + i;
+                    fetch(next[line / (D / 32)] + line % (D / 32) * 64);
                 }
                 transpose(row);
                 for (int i = 0; i < 16; i++)
@@ -112,7 +120,7 @@ INLINE void pack_keys(char *panel, const char *const *keys, const char *const *n
     }
 #endif
     for (int i = 0; i < TILE; i++)
-        for (int64_t b = 0; b < D * size_of(dtype); b += 64) __builtin_prefetch(next[i] + b);
+        for (int64_t b = 0; b < D * size_of(dtype); b += 64) fetch(next[i] + b);
     for (int64_t d = 0; d < D; d++)
         for (int i = 0; i < TILE; i++)
             memcpy(panel + (d * TILE + i) * size_of(dtype), keys[i] + d * size_of(dtype), size_of(dtype));
@@ -133,8 +141,8 @@ INLINE void add_values(const Tile *tile, int rows, int tiles, int64_t row,
         for (int k = 0; k < TILE; k += 2) {
             if (next)
                 for (int b = 0; b < tiles * TILE * (int)size_of(dtype); b += 64) {
-                    __builtin_prefetch(next[k] + c * size_of(dtype) + b, 0, 0);
-                    __builtin_prefetch(next[k + 1] + c * size_of(dtype) + b, 0, 0);
+                    fetch(next[k] + c * size_of(dtype) + b);
+                    fetch(next[k + 1] + c * size_of(dtype) + b);
                 }
 #pragma GCC unroll 2
             for (int j = 0; j < tiles; j++) {
@@ -278,7 +286,7 @@ INLINE void pack_codes(const Tile *tile, const Keys *keys, const Keys *next, int
                 __m512i row[16], pairs[2];
                 for (int i = 0; i < 16; i++) {
                     row[i] = _mm512_loadu_si512(keys->key[half * 16 + i] + d);
-                    __builtin_prefetch(next->key[half * 16 + i] + d, 0, 0);
+                    fetch(next->key[half * 16 + i] + d);
                 }
                 transpose(row);
                 for (int i = 0; i < 16; i++) {
@@ -293,7 +301,7 @@ INLINE void pack_codes(const Tile *tile, const Keys *keys, const Keys *next, int
 #endif
     const char *widened[TILE];
     for (int i = 0; i < TILE; i++) {
-        for (int64_t b = 0; b < D; b += 64) __builtin_prefetch(next->key[i] + b, 0, 0);
+        for (int64_t b = 0; b < D; b += 64) fetch(next->key[i] + b);
         widen(tile->keys + i * tile->wide * size_of(dtype), keys->key[i], D, kind, dtype);
         widened[i] = tile->keys + i * tile->wide * size_of(dtype);
     }
@@ -310,13 +318,13 @@ INLINE void take_codes(const Op *op, const Tile *tile, const Keys *keys, const K
         for (int side = 0; side < 2; side++) {
             memcpy(scales + side, keys->scale[i] + side * further, 4);
             tile->scales[side * TILE + i] = scales[side] + scales[side] * 0.0f;
-            if (i % 16 == 0) __builtin_prefetch(next->scale[i] + side * further, 0, 0);
+            if (i % 16 == 0) fetch(next->scale[i] + side * further);
         }
     }
     pack_codes(tile, keys, next, D, kind, dtype);
     for (int i = 0; i < TILE; i++) {
         char *to = tile->values + i * tile->wide * size_of(dtype);
-        for (int64_t b = 0; b < D; b += 64) __builtin_prefetch(next->key[i] + further + b, 0, 0);
+        for (int64_t b = 0; b < D; b += 64) fetch(next->key[i] + further + b);
         widen(to, keys->key[i] + further, D, kind, dtype);
         values[i] = to;
     }
@@ -354,8 +362,7 @@ INLINE void attend_keys(const Op *op, const Tile *tile, const Keys *keys, const 
     for (; r < rows; r += ROWS_MAX) {
         const char *q = tile->q + r * D * size_of(dtype);
         multiply_rows[dtype][min_int(ROWS_MAX, rows - r)](tile->scores + r * TILE, 1, q, D,
-                                                        tile->panel, D, next->key[TILE / 2],
-                                                        r || op->flags ? 0 : 4);
+                                                        tile->panel, D, 0, 0);
     }
     for (r = 0; r < rows; r++) soften(op, tile, r, start, dtype);
     add_all_values(tile, values, op->flags ? 0 : next_values, dtype);
@@ -452,11 +459,7 @@ INLINE void put_sums(const Op *op, const Tile *tile, int64_t token, int64_t head
     if (!is_few) put_across(tile, outs, D);
 }
 
-/* Tiles of keys that are fetched ahead: one of codes is computed sooner than memory answers. A row of
- * 8,192 tokens in INT8, 6 layers: 4.0 ms of one core, 4.4 with one tile ahead, 4.8 with three; 32
- * rows of 200, 24 layers, 16.3 and 16.6; past or into the L2 cache the same (2026-11-23). */
-#define PLAIN_AHEAD 1
-#define CODES_AHEAD 2
+#define TILES_AHEAD 2
 
 typedef struct {
     int64_t head, key;
@@ -487,7 +490,6 @@ INLINE void attend(const Op *op, int64_t row, int64_t start, int64_t head, int64
     int64_t together = min_int(HEADS_MAX, max_int(1, TOGETHER_BYTES / each));
     int64_t begin = window ? max_int(0, first - window + 1) / TILE * TILE : 0;
     int64_t end = first + queries; /* what the last query sees */
-    const int ahead = op->flags ? CODES_AHEAD : PLAIN_AHEAD;
     for (; head <= last; head += together) {
         Tile tiles[HEADS_MAX];
         int64_t heads = min_int(together, last + 1 - head), h = 0, key = begin;
@@ -496,13 +498,14 @@ INLINE void attend(const Op *op, int64_t row, int64_t start, int64_t head, int64
             tiles[i] = make_tile(op, queries, first, i, me);
             take_queries(op, &tiles[i], token, head + i, dtype);
         }
-        Keys keys[CODES_AHEAD + 1];
-        for (int i = 0; i < ahead; i++) {
+        Keys keys[TILES_AHEAD + 1];
+        for (int i = 0; i < TILES_AHEAD; i++) {
             find_keys(op, table, next.head, next.key, end, &keys[i], dtype);
+            fetch_tile(op, &keys[i], dtype);
             next = place_after(op, next, head, heads, begin, end);
         }
-        for (int i = 0; key < end; i = i == ahead ? 0 : i + 1) {
-            Keys *later = &keys[i ? i - 1 : ahead];
+        for (int i = 0; key < end; i = i == TILES_AHEAD ? 0 : i + 1) {
+            Keys *later = &keys[i ? i - 1 : TILES_AHEAD];
             find_keys(op, table, next.head, next.key, end, later, dtype);
             next = place_after(op, next, head, heads, begin, end);
             attend_keys(op, &tiles[h], &keys[i], later, key, dtype);

@@ -100,8 +100,8 @@ INLINE Scales take_scales(const Keys *keys, const Keys *next, int64_t further) {
         s.logs[j] = __builtin_convertvector(power, vf) + value * 0.0f; /* a NaN stays */
         s.inverse[j] = (vf)((127 - power) << 23);
         s.rest[j] = (vf)((bits & 0x7fffff) | 0x3f800000) * (WEIGHT_TOP / 2);
-        __builtin_prefetch(next->scale[j * VW], 0, 0);
-        __builtin_prefetch(next->scale[j * VW] + further, 0, 0);
+        fetch(next->scale[j * VW]);
+        fetch(next->scale[j * VW] + further);
     }
     return s;
 }
@@ -141,7 +141,7 @@ INLINE void score_few(const Tile *tile, int64_t row, const Keys *keys, const Key
                 int64_t p = 0;
                 do {
                     vi codes = *(const vi_any *)(key + 64 * p) ^ (int32_t)0x80808080;
-                    if (!row) __builtin_prefetch(fetched + 64 * p, 0, 0);
+                    if (!row) fetch(fetched + 64 * p);
 #pragma GCC unroll 2
                     for (int r = 0; r < rows; r++) {
                         const int8_t *query = queries + (r * 2 * pieces + p) * 64;
@@ -173,7 +173,7 @@ static void pack_whole_keys(const Tile *tile, const Keys *keys, const Keys *next
             for (int i = 0; i < 16; i++) {
                 __m512i codes = _mm512_loadu_si512(keys->key[half * 16 + i] + d);
                 row[i] = _mm512_xor_si512(codes, flip);
-                __builtin_prefetch(next->key[half * 16 + i] + d, 0, 0);
+                fetch(next->key[half * 16 + i] + d);
             }
             transpose(row);
             for (int i = 0; i < 16; i++)
@@ -287,7 +287,7 @@ static void pack_whole_values(const Tile *tile, const Keys *keys, const Keys *ne
             interleave(four, keys->key + k, further + d);
             for (int i = 0; i < 4; i++) {
                 *(vi_any *)(to + 64 * i) = four[i];
-                __builtin_prefetch(next->key[k + i] + further + d, 0, 0);
+                fetch(next->key[k + i] + further + d);
             }
         }
 }
@@ -307,7 +307,7 @@ INLINE void add_whole(const Tile *tile, int64_t row, const Keys *keys, const Key
             vi four[4];
             if (next) interleave(four, keys->key + k, further + d);
             for (int i = 0; i < 4; i++)
-                if (next) __builtin_prefetch(next->key[k + i] + further + d, 0, 0);
+                if (next) fetch(next->key[k + i] + further + d);
                 else four[i] = *(const vi_any *)(packed + 64 * i);
 #pragma GCC unroll 2
             for (int r = 0; r < rows; r++) {

@@ -54,8 +54,8 @@ KERNEL void score_across(float *scores, const char *const *key, const char *cons
     for (int64_t d = 0; d < 2 * D; d += 16) {
         if (next) { /* 2 of 8 keys' lines */
             const char *const *at = next + d / 8 % KEYS_AT_ONCE;
-            __builtin_prefetch(at[0] + d / 64 * 64);
-            __builtin_prefetch(at[1] + d / 64 * 64);
+            fetch(at[0] + d / 64 * 64);
+            fetch(at[1] + d / 64 * 64);
         }
 #pragma GCC unroll 4
         for (int u = 0; u < 16; u += 4, queries += 2) {
@@ -157,7 +157,7 @@ KERNEL void add_across(float *sums, const int32_t *values, const int32_t *weight
                        int has_risen, const char *const *next, int64_t D) {
     for (int64_t d = 0; d < D; d += 8, sums += 8 * TILE, values += 8) {
         if (next) /* a quarter of a line of each */
-            for (int k = 0; k < 8; k++) __builtin_prefetch(next[d % 32 + k] + d / 32 * 64);
+            for (int k = 0; k < 8; k++) fetch(next[d % 32 + k] + d / 32 * 64);
         vf s[8][2];
         for (int r = 0; r < 8; r++)
             for (int j = 0; j < 2; j++) s[r][j] = load_f32(sums + r * TILE + j * VW);
