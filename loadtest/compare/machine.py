@@ -32,12 +32,9 @@ TRIES, TRY_S = 8, 0.1
 
 
 def total_rate(
-    make: Callable[[], Callable[[], object]],
-    threads: int,
-    work: float,
-    of: Callable[[list[float]], float] = max,
+    make: Callable[[], Callable[[], object]], threads: int, work: float, tries: int = TRIES
 ) -> float:
-    """`work` units a second of all threads together, each on its own data: `of` a few tries.
+    """`work` units a second of all threads together, each on its own data: the best of some tries.
 
     The threads share no barrier, so another process on the machine costs its share of CPU time and
     not a wait of all threads.
@@ -55,12 +52,12 @@ def total_rate(
         return calls / took
 
     with ThreadPoolExecutor(threads) as pool:
-        return of([work * sum(pool.map(calls_s, runs)) for _ in range(TRIES)])
+        return max(work * sum(pool.map(calls_s, runs)) for _ in range(tries))
 
 
 def read_gb_s(threads: int, of: Callable[[list[float]], float] = max) -> float:
-    """Memory read by all threads, in 1e9 bytes a second: the best of a few plain reductions, `of`
-    the tries of each."""
+    """Memory read by all threads, in 1e9 bytes a second: `of` the tries of the best of a few plain
+    reductions. These take turns, so that a mean of each is of the same seconds."""
     import torch
 
     data = [torch.ones(READ_BYTES // 4 // threads) for _ in range(threads)]
@@ -72,7 +69,7 @@ def read_gb_s(threads: int, of: Callable[[list[float]], float] = max) -> float:
             pieces = itertools.cycle(torch.split(next(mine), PIECE_BYTES // 4))
             return lambda: read(next(pieces))
 
-        return total_rate(make, threads, PIECE_BYTES, of)
+        return total_rate(make, threads, PIECE_BYTES, tries=1)
 
     reads: list[Callable[[torch.Tensor], object]] = [
         torch.sum,
@@ -80,7 +77,8 @@ def read_gb_s(threads: int, of: Callable[[list[float]], float] = max) -> float:
         lambda x: torch.dot(x, x),
         lambda x: x.view(torch.int32).amax(),
     ]
-    return max(map(rate, reads)) / 1e9
+    rates = [list(map(rate, reads)) for _ in range(TRIES)]
+    return max(of(list(tries)) for tries in zip(*rates, strict=True)) / 1e9
 
 
 def read_now_gb_s(threads: int, environment: Mapping[str, str]) -> float | None:

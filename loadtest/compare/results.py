@@ -34,7 +34,7 @@ KINDS = (16, 8, 4)  # bits a weight, a table each
 class Sample(msgspec.Struct, frozen=True):
     """One workload of one engine in one round. Times are only there for streams.
 
-    read_gb_s  beside a single request: memory's mean rate right before or after, the greater
+    read_gb_s  beside a single request: memory's mean rate right before, between and after
     """
 
     engine: str
@@ -399,7 +399,7 @@ def conditions(results: Results) -> str:
         if (rate := results.median(e, model, ONE, "read_gb_s")) is not None
     ]
     if beside:
-        lines.append(f"Memory's mean rate right before or after one, GB/s: {', '.join(beside)}.")
+        lines.append(f"Memory's mean rate between requests of one, GB/s: {', '.join(beside)}.")
     versions = ", ".join(f"{ENGINES[e].label} {v}" for e, v in results.versions.items())
     return "\n".join([*lines, f"Versions: {versions}."])
 

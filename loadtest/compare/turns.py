@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
+from statistics import mean
 from typing import Any, BinaryIO, TypeVar, cast
 
 import msgspec
@@ -37,6 +38,7 @@ from .results import ONE, Peak, Sample, Start, percentile
 from .workload import Model, Work, prompts
 
 WARM_PROMPTS, WARM_TOKENS = 32, 8
+ONE_TIMES = 3  # a single request is made in a round
 LAUNCH = (
     "import runpy, sys; sys.path.append(sys.argv[1]); "
     "runpy.run_module('peers.' + sys.argv[2], run_name='__main__')"
@@ -87,9 +89,9 @@ class Turn(msgspec.Struct, frozen=True):
     works: tuple[Work, ...]
     is_served: bool
 
-    def prompts(self, work: Work) -> list[list[int]]:
-        """This round's prompts as token ids, the same for every engine."""
-        seed = f"{work.name} {self.round}"
+    def prompts(self, work: Work, again: int = 0) -> list[list[int]]:
+        """This round's prompts as token ids, the same for every engine, new each time."""
+        seed = f"{work.name} {self.round}" + (f" {again}" if again else "")
         return prompts(self.model, work.num_prompts, seed, work.prompt_tokens)
 
     @property
@@ -110,14 +112,19 @@ def run(turn: Turn, places: Places, threads: int, logs: Path) -> Iterator[Outcom
     yield from measured(turn, places, threads, log, read_now)
 
 
-def _beside_memory(work: Work, read_now: ReadNow, measure: Callable[[], T]) -> tuple[T, Any]:
-    """What `measure` gives and, beside a single request, memory's mean rate: the greater of those
-    right before and after."""
+def _measure(
+    work: Work, read_now: ReadNow, measure: Callable[[int], T]
+) -> tuple[list[T], float | None]:
+    """What `measure` gives; a single request ONE_TIMES, with memory's mean rate of before, between
+    and after, since it changes within seconds and bounds the request."""
     if work.name != ONE:
-        return measure(), None
-    before = read_now()
-    measured = measure()
-    return measured, max((r for r in (before, read_now()) if r is not None), default=None)
+        return [measure(0)], None
+    measured, rates = [], [read_now()]
+    for i in range(ONE_TIMES):
+        measured.append(measure(i))
+        rates.append(read_now())
+    known = [rate for rate in rates if rate is not None]
+    return measured, mean(known) if known else None
 
 
 def _in_process(
@@ -131,10 +138,8 @@ def _in_process(
         warm = turn.warm_prompts
         runner.ask({"prompts": warm, "lengths": [WARM_TOKENS] * len(warm)})
         for work in turn.works:
-            asked = {"prompts": turn.prompts(work), "lengths": list(work.lengths)}
-            answer, rate = _beside_memory(work, read_now, partial(runner.ask, asked))
-            _check(answer["tokens"], work)
-            yield _sample(turn, work, answer["seconds"], rate)
+            answers, rate = _measure(work, read_now, partial(_ask_runner, turn, work, runner))
+            yield _sample(turn, work, [answer["seconds"] for answer in answers], rate)
         yield _peak(turn, runner.peak_bytes())
 
 
@@ -153,13 +158,24 @@ def _served(
         try:
             run_clients(port, _warm_asks(turn, places))
             for work in turn.works:
-                asks = partial(run_clients, port, asks_of(turn, work, places))
-                measured, rate = _beside_memory(work, read_now, asks)
-                _check(measured.tokens, work)
+                asks = partial(_ask_server, turn, work, places, port)
+                measured, rate = _measure(work, read_now, asks)
                 yield _served_sample(turn, work, measured, rate)
         except (BadAnswer, OSError, ValueError) as error:  # msgspec's and int's are ValueErrors
             raise server.failure(f"{type(error).__name__}: {error}") from None
         yield _peak(turn, server.peak_bytes())
+
+
+def _ask_runner(turn: Turn, work: Work, runner: Runner, again: int) -> dict[str, Any]:
+    answer = runner.ask({"prompts": turn.prompts(work, again), "lengths": list(work.lengths)})
+    _check(answer["tokens"], work)
+    return answer
+
+
+def _ask_server(turn: Turn, work: Work, places: Places, port: int, again: int) -> Round:
+    measured = run_clients(port, asks_of(turn, work, places, again))
+    _check(measured.tokens, work)
+    return measured
 
 
 def _warm_asks(turn: Turn, places: Places) -> list[list[Ask]]:
@@ -167,9 +183,9 @@ def _warm_asks(turn: Turn, places: Places) -> list[list[Ask]]:
     return [asks[i::16] for i in range(16)]
 
 
-def asks_of(turn: Turn, work: Work, places: Places) -> list[list[Ask]]:
+def asks_of(turn: Turn, work: Work, places: Places, again: int = 0) -> list[list[Ask]]:
     """Each client's requests, in order."""
-    texts, num_clients = turn.prompts(work), len(work.lengths)
+    texts, num_clients = turn.prompts(work, again), len(work.lengths)
     return [
         [_ask(turn, text, length, work.is_stream, places) for text in texts[i::num_clients]]
         for i, length in enumerate(work.lengths)
@@ -202,16 +218,16 @@ def _check(tokens: int, work: Work) -> None:
         raise EngineFailed(f"{work.name}: {tokens} tokens instead of {work.num_tokens}")
 
 
-def _sample(turn: Turn, work: Work, seconds: float, read_gb_s: float | None) -> Sample:
-    name, model, rate = turn.engine.name, turn.model.name, work.rated_tokens / seconds
+def _sample(turn: Turn, work: Work, seconds: list[float], read_gb_s: float | None) -> Sample:
+    name, model, rate = turn.engine.name, turn.model.name, work.rated_tokens / mean(seconds)
     return Sample(name, model, work.name, turn.round, rate, read_gb_s=read_gb_s)
 
 
-def _served_sample(turn: Turn, work: Work, measured: Round, read_gb_s: float | None) -> Sample:
-    sample = _sample(turn, work, measured.seconds, read_gb_s)
+def _served_sample(turn: Turn, work: Work, rounds: list[Round], read_gb_s: float | None) -> Sample:
+    sample = _sample(turn, work, [r.seconds for r in rounds], read_gb_s)
     if not work.is_stream:
         return sample
-    times = {"first": measured.first_s, "gap": measured.gaps_s}
+    times = {"first": rounds[0].first_s, "gap": rounds[0].gaps_s}
     found = {
         f"{name}_p{share}_ms": value * 1e3
         for name, values in times.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from rich.console import Console
 from streamer.cli import main
 from streamer.errors import ConfigError
 from streamer.loadtest.compare import command as compare
-from streamer.loadtest.compare import machine
+from streamer.loadtest.compare import machine, turns
 from streamer.loadtest.compare.engines import (
     ENGINES,
     Engine,
@@ -241,9 +242,42 @@ def test_rates_of_threads_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = (machine.total_rate(lambda: lambda: time.sleep(0.001), n, 3.0) for n in (1, 2))
     assert 0 < one < 3000
     assert two > 1.2 * one  # sleeping threads do not share a core
-    tries: list[list[float]] = []
-    machine.total_rate(lambda: lambda: None, 1, 1.0, lambda found: tries.append(found) or 0.0)
-    assert len(tries[0]) == machine.TRIES
+
+
+def test_of_reads_the_best_kind_counts_and_of_its_tries_what_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rates = [10e9, 30e9, 20e9, 1e9, 20e9, 30e9, 40e9, 1e9]  # four kinds of reads take turns
+    for of, expected in ((max, 40.0), (statistics.mean, 30.0)):
+        left = iter(rates)
+        monkeypatch.setattr(machine, "READ_BYTES", 1 << 10)
+        monkeypatch.setattr(machine, "TRIES", 2)
+        monkeypatch.setattr(machine, "total_rate", lambda *_, left=left, **__: next(left))
+        assert machine.read_gb_s(2, of) == expected
+
+
+def test_a_single_request_is_made_three_times_between_readings_of_memory() -> None:
+    done: list[str] = []
+
+    def read() -> float | None:
+        done.append("read")
+        return None if len(done) == 1 else float(len(done))
+
+    def measure(time: int) -> str:
+        done.append(f"{time}")
+        return done[-1]
+
+    assert turns._measure(WORKS["one"], read, measure) == (["0", "1", "2"], 5.0)
+    assert done == ["read", "0", "read", "1", "read", "2", "read"]
+    assert turns._measure(WORKS["eq"], read, measure) == (["0"], None)
+    assert len(done) == 8
+
+
+def test_each_time_has_prompts_of_its_own() -> None:
+    turn = turns.Turn(ENGINES["streamer"], MODELS["fake"], 0, (WORKS["one"],), False)
+    drawn = [turn.prompts(WORKS["one"], time) for time in range(3)]
+    assert drawn[0] != drawn[1] != drawn[2] != drawn[0]
+    assert drawn[1] == turn.prompts(WORKS["one"], 1)
 
 
 def test_a_whole_run_with_the_fake_model(

@@ -241,7 +241,7 @@ def test_a_single_stream_is_measured_against_memory_beside_it() -> None:
     assert before is not None
     assert one == pytest.approx(before / 2, rel=0.02)
     assert found.limit("small", "eq") == everywhere["eq"]
-    assert "Memory's mean rate right before or after one, GB/s: Streamer 22.0." in report(found)
+    assert "Memory's mean rate between requests of one, GB/s: Streamer 22.0." in report(found)
 
 
 def test_bits_are_those_of_all_that_a_step_reads() -> None:
