@@ -21,6 +21,8 @@ if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"
 # Each of httpx' clients would read all authorities that certifi has, 20 ms; no test asks outside.
 os.environ["SSL_CERT_DIR"] = os.path.dirname(__file__)
+for name in ("COLUMNS", "LINES"):  # GNU readline, which pytest imports, gives its children these
+    os.environ.pop(name, None)
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would fetch a newer one when imported
 
 # Time limits of single examples measure the machine's load, not the code.
