@@ -2,7 +2,8 @@
  *
  * A panel is TILE outputs, whole K: [panel][K][TILE], or with the dot product [panel][K / 2][TILE]
  * [2]. Memory is read front to back once for any number of rows; at most ROWS_MAX rows share a pass
- * over a panel, and the passes fetch the next panel into the cache while they compute. Every output
+ * over a panel, and the passes fetch the next panel into the cache while they compute; a single row
+ * is fast enough for the hardware's prefetcher alone (docs/kernels.md). Every output
  * is one chain of sums over K in order, so a row's result depends on that row alone.
  *
  *   p  x, weight, bias or 0, y      n  K, N, stride of x, stride of y
@@ -11,7 +12,7 @@
 #include "common.h"
 #include "panels.h"
 
-#define AHEAD 4096     /* bytes fetched ahead of a single pass */
+#define AHEAD 4096     /* bytes fetched ahead of a single pass of several rows */
 #define DEPTH 512      /* of K at once where rows take several passes: stays in the L1 cache */
 
 INLINE int64_t panel_bytes(int64_t K, int dtype) {
@@ -111,7 +112,7 @@ INLINE void linear_panel(const Op *op, int64_t panel, int64_t from, int64_t rows
     int64_t K = op->n[0], bytes = panel_bytes(K, dtype), passes = divide_up(rows, ROWS_MAX);
     int64_t each = divide_up(rows, passes), depth = passes == 1 ? K : DEPTH;
     int64_t ahead = passes == 1 ? AHEAD : depth * TILE * size_of(dtype);
-    int64_t fetching = min_int(passes, FETCHING);
+    int64_t fetching = min_int(passes, FETCHING), lines = divide_up(FETCHING, fetching);
     for (int64_t k = 0; k < K; k += depth) {
         const char *w = (const char *)op->p[1] + panel * bytes + k * TILE * size_of(dtype);
         const char *x = at(op->p[0], from * op->n[2] + k, dtype);
@@ -119,7 +120,7 @@ INLINE void linear_panel(const Op *op, int64_t panel, int64_t from, int64_t rows
             multiply_rows[dtype][min_int(each, rows - row)](
                 sum + row * TILE, k == 0, x + row * op->n[2] * size_of(dtype), op->n[2], w,
                 min_int(depth, K - k), w + ahead + ahead * pass / fetching,
-                pass < fetching ? (int)divide_up(FETCHING, fetching) : 0);
+                rows > 1 && pass < fetching ? (int)lines : 0);
     }
     finish(op, sum, rows, from, panel, dtype);
 }

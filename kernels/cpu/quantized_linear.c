@@ -273,7 +273,7 @@ static void quantized_panel(const Op *op, const Shape *shape, int64_t panel, int
     const char *x = (const char *)op->p[0] + from * op->n[2];
     int64_t bytes = divide_up(shape->panel_bytes * depth, shape->blocks), read = 0;
     int64_t fetching = min_int(passes, FETCHING), share = passes == 1 ? 0 : bytes / fetching;
-    int64_t lines = divide_up(divide_up(bytes, 64 * fetching), depth);
+    int64_t lines = rows == 1 ? 0 : divide_up(divide_up(bytes, 64 * fetching), depth);
     memset(sum, 0, (size_t)(rows * TILE) * sizeof(float));
     for (int64_t b = 0; b < shape->blocks; b += depth, read += bytes) {
         const char *next = w + read + (passes == 1 ? AHEAD : bytes);
