@@ -23,6 +23,7 @@ page: web/dist/index.html ## build the page
 # Each worker takes whole files, so that what a file's tests share is made once.
 SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
 test: $(VENV)/.ready-dev page chromium check ## install what the tests need, check the code, run every test
+	$(BIN)/python web/build_page.py --install  # else two files of tests would at once
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --durations=15 $(ARGS)
 
 check: $(VENV)/.ready-dev ## lint, layout and types

@@ -101,6 +101,7 @@ INLINE void pack_keys(char *panel, const char *const *keys, const char *const *n
                 __m512i row[16];
                 for (int i = 0; i < 16; i++) {
                     row[i] = _mm512_loadu_si512(keys[half * 16 + i] + d * 4);
+                    /* a running pointer is faster in the cache and slower from memory */
                     const int64_t line = half * (D / 2) + d + i;
                     fetch(next[line / (D / 32)] + line % (D / 32) * 64);
                 }
@@ -466,12 +467,13 @@ typedef struct {
 } KeysPlace;
 
 /* The tile of keys that is taken after this one of `heads` heads from `first` on; after their last,
- * the next heads' first. */
+ * the next heads' first ones, or where there are none that last one again. */
 INLINE KeysPlace place_after(const Op *op, KeysPlace at, int64_t first, int64_t heads, int64_t begin,
                          int64_t end) {
+    if (at.head >= first + heads) return (KeysPlace){min_int(at.head + 1, op->n[1] - 1), at.key};
     if (at.head + 1 < first + heads) return (KeysPlace){at.head + 1, at.key};
     if (at.key + TILE < end) return (KeysPlace){first, at.key + TILE};
-    return (KeysPlace){min_int(first + heads, op->n[1] - 1), begin};
+    return first + heads < op->n[1] ? (KeysPlace){first + heads, begin} : at;
 }
 
 /* KV heads `head` to `last` of a tile of queries. Few queries take all heads of TILE tokens before
