@@ -34,11 +34,12 @@ class _Interrupted(BaseException):
 class _Call:
     """One call: made and ended on the loop, run in a thread.
 
-    began_s   when a thread took it (time.monotonic), None before
-    on_free   called on the loop when no thread has it any more
+    began_s         when a thread took it (time.monotonic), None before
+    num_interrupts  how often its thread was interrupted; more than 0: it is given up
+    on_free         called on the loop when no thread has it any more
     """
 
-    __slots__ = ("began_s", "future", "is_given_up", "on_free", "work")
+    __slots__ = ("began_s", "future", "num_interrupts", "on_free", "work")
 
     def __init__(
         self, work: Callable[[], Any], future: asyncio.Future[Any], on_free: Callable[[], None]
@@ -47,7 +48,7 @@ class _Call:
         self.future = future
         self.on_free = on_free
         self.began_s: float | None = None
-        self.is_given_up = False
+        self.num_interrupts = 0
 
 
 class _Worker:
@@ -183,10 +184,10 @@ class Pool:
         for worker, call in calls:
             if call is None or call.began_s is None or now - call.began_s < self._limit_s:
                 continue
-            num_hung += call.is_given_up  # it was interrupted a check ago
-            if not call.is_given_up:
-                self._give_up(call)
+            num_hung += call.num_interrupts > 1  # one is lost where a finalizer happens to run
+            self._give_up(call)
             worker.interrupt(call)
+            call.num_interrupts += 1
         if num_hung == self._num_threads and not self.is_hung:
             self.is_hung = True
             self._on_hung(
@@ -196,7 +197,6 @@ class Pool:
             self._check_later()  # a call just taken may show in its future alone
 
     def _give_up(self, call: _Call) -> None:
-        call.is_given_up = True
         if not call.future.done():
             text = f"preparing the text took longer than {self._limit_s:g} s"
             call.future.set_exception(RequestFailed(text, code=PROMPT_TIMEOUT))

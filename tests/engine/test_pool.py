@@ -66,6 +66,26 @@ async def test_endless_loops_are_ended_and_the_threads_go_on() -> None:
     pool.close(EngineDead("closed"))
 
 
+async def test_an_interruption_that_a_finalizer_swallows_is_sent_again() -> None:
+    """Python ignores errors in `__del__` and in callbacks of the garbage collector."""
+
+    class Finalizer:
+        def __del__(self) -> None:
+            spin()
+
+    def work() -> None:
+        Finalizer()  # gone at once
+        spin()
+
+    pool, hung = pool_of(1)
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(RequestFailed, match="longer than"):
+            await pool.run(work)
+        assert await pool.run(lambda: 7) == 7
+    assert hung == []
+    pool.close(EngineDead("closed"))
+
+
 async def test_a_call_waiting_for_a_thread_is_not_given_up() -> None:
     pool, _ = pool_of(1, 1.0)
     async with asyncio.timeout(DEADLINE_S):
