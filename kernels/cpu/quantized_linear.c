@@ -31,6 +31,7 @@ enum { EIGHT_BITS = 1, SIX_BITS = 2, OFFSETS = 4, WIDE_SCALES = 8, ZEROS = 16, Z
 
 #define DEPTH_BYTES 16384 /* of a panel at once where rows take several passes: stays in the L1 */
 #define BLOCKS_WITHIN 16  /* of bytes: no more than is in the L1 at once */
+#define FEW_ROWS 2 /* are bound by memory, which the hardware fetches ahead only if it is read in order */
 #define AT_ONCE (VW == 16 ? 6 : ROWS_MAX) /* rows whose sums fit into the registers */
 
 /* What a panel looks like; bytes. */
@@ -91,6 +92,21 @@ INLINE void load_zeros(vf zero[2], const char *p) {
  * end. */
 INLINE vi start_less(vf zero, float activations) {
     return (vi)(splat(12582912.0f) - zero * splat(activations));
+}
+
+/* A group's header. */
+typedef struct {
+    vf scale[2], offset[2];
+} Header;
+
+INLINE Header load_header(const char *p, int64_t offsets, int is_wide) {
+    Header h = {{{0}}, {{0}}};
+    const int64_t apart = is_wide ? VW * 4 : VW * 2;
+    for (int j = 0; j < 2; j++) {
+        h.scale[j] = load_scales(p + j * apart, is_wide);
+        if (offsets) h.offset[j] = load_scales(p + offsets + j * apart, is_wide);
+    }
+    return h;
 }
 
 /* LONG_BYTES: several blocks are added up before their group's scale multiplies them. A group of a prime
@@ -166,6 +182,9 @@ INLINE void multiply_codes(float *sum, const char *x, int64_t stride, const char
     const char *zeros = 0;
     if (kind == NIBBLES && shape->form & ZEROS) zeros = panel + zeros_at(shape, group);
     const char *data = header + shape->header + begun * shape->block_bytes;
+    const int is_few = rows <= FEW_ROWS; /* others have no registers left for what is needed last */
+    Header read_first = {{{0}}, {{0}}};
+    if (is_few) read_first = load_header(header, offsets, is_wide);
     for (int64_t b = first, at = 0; b < last; b++, at += record) {
         vi s[ROWS_MAX][2];
         vf zero[2] = {{0}};
@@ -180,14 +199,9 @@ INLINE void multiply_codes(float *sum, const char *x, int64_t stride, const char
         int64_t k = at + RECORD_BYTES;
         for (; k < at + record; k += 16, data += TILE * 2 * bits)
             dot_codes(s, data, from, k, table, rows, kind);
-        int64_t apart = is_wide ? VW * 4 : VW * 2;
         const int is_end = kind != BYTES && (--of_sum == 0 || b + 1 == last);
-        vf scale[2] = {{0}}, offset[2] = {{0}};
-        if (kind != LONG_BYTES || is_end)
-            for (int j = 0; j < 2; j++) {
-                scale[j] = load_scales(header + j * apart, is_wide);
-                if (offsets) offset[j] = load_scales(header + offsets + j * apart, is_wide);
-            }
+        Header h = read_first;
+        if (!is_few && (kind != LONG_BYTES || is_end)) h = load_header(header, offsets, is_wide);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
             const Record *a = (const Record *)(from[r] + at);
@@ -195,10 +209,10 @@ INLINE void multiply_codes(float *sum, const char *x, int64_t stride, const char
             for (int j = 0; j < 2; j++) {
                 vf product = to_floats(s[r][j]);
                 if (kind == BYTES) product *= splat(a->scale);
-                vf factor = kind == LONG_BYTES ? splat(a->scale) : scale[j];
+                vf factor = kind == LONG_BYTES ? splat(a->scale) : h.scale[j];
                 total[r][j] = fused(product, factor, total[r][j]);
                 if (kind != LONG_BYTES && offsets)
-                    total[r][j] = fused(offset[j], splat(own), total[r][j]);
+                    total[r][j] = fused(h.offset[j], splat(own), total[r][j]);
             }
             if (kind == LONG_BYTES && offsets) activations[r] += own;
         }
@@ -209,10 +223,10 @@ INLINE void multiply_codes(float *sum, const char *x, int64_t stride, const char
                 const float of_x = ((const Record *)(from[r] + at))->scale;
                 for (int j = 0; j < 2; j++) {
                     float *to = sum + r * TILE + j * VW;
-                    vf factor = kind == LONG_BYTES ? scale[j] : splat(of_x);
+                    vf factor = kind == LONG_BYTES ? h.scale[j] : splat(of_x);
                     vf all = fused(total[r][j], factor, load_f32(to));
                     if (kind == LONG_BYTES && offsets)
-                        all = fused(offset[j], splat(activations[r]), all);
+                        all = fused(h.offset[j], splat(activations[r]), all);
                     store_f32(to, all);
                     total[r][j] = (vf){0};
                 }
@@ -228,6 +242,7 @@ INLINE void multiply_codes(float *sum, const char *x, int64_t stride, const char
                 header = data + VW * TOGETHER;
             }
             data = header + shape->header;
+            if (is_few && b + 1 < last) read_first = load_header(header, offsets, is_wide);
         }
     }
     if (kind == BYTES)
