@@ -35,7 +35,7 @@ class _Call:
     """One call: made and ended on the loop, run in a thread.
 
     began_s         when a thread took it (time.monotonic), None before
-    num_interrupts  how often its thread was interrupted; more than 0: it is given up
+    num_interrupts  how often its thread was to be interrupted because it took too long
     on_free         called on the loop when no thread has it any more
     """
 
@@ -81,19 +81,25 @@ class _Worker:
         while (call := self._calls.get()) is not None:
             result, error = None, None
             try:
-                with self._lock:
-                    call.began_s = time.monotonic()
-                    self.call = call
-                if not call.future.done():  # else its caller is gone, or the pool is closed
-                    result = call.work()
+                result = self._work(call)
             except BaseException as e:  # of any kind: the call's caller waits
                 error = e
-            finally:
-                with self._lock:
-                    self.call = None
             self._post_result(call, result, error)
             del call, result, error  # while it waits for the next one
         return False
+
+    def _work(self, call: _Call) -> object:
+        """The call's result; after it no interruption is sent, but one that was may still come."""
+        try:
+            with self._lock:
+                call.began_s = time.monotonic()
+                self.call = call
+            if call.future.done():  # its caller is gone, or the pool is closed
+                return None
+            return call.work()
+        finally:
+            with self._lock:
+                self.call = None
 
     def _post_result(self, call: _Call, result: object, error: BaseException | None) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits
@@ -184,7 +190,7 @@ class Pool:
         for worker, call in calls:
             if call is None or call.began_s is None or now - call.began_s < self._limit_s:
                 continue
-            num_hung += call.num_interrupts > 1  # one is lost where a finalizer happens to run
+            num_hung += call.num_interrupts > 1  # one is lost if a finalizer happens to run
             self._give_up(call)
             worker.interrupt(call)
             call.num_interrupts += 1

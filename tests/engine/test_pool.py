@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import subprocess
 import sys
 import threading
@@ -82,6 +83,29 @@ async def test_an_interruption_that_a_finalizer_swallows_is_sent_again() -> None
         with pytest.raises(RequestFailed, match="longer than"):
             await pool.run(work)
         assert await pool.run(lambda: 7) == 7
+    assert hung == []
+    pool.close(EngineDead("closed"))
+
+
+async def test_an_interruption_as_the_work_ends_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`on_free` is called nevertheless: what counts threads by it would wait for ever."""
+    work, freed = Hanging(), asyncio.Event()
+    interrupt = ctypes.pythonapi.PyThreadState_SetAsyncExc
+
+    def interrupt_late(*args: object) -> None:
+        work.let_go.set()
+        time.sleep(LIMIT_S)  # the thread waits for the lock, its work done
+        interrupt(*args)
+
+    monkeypatch.setattr(ctypes.pythonapi, "PyThreadState_SetAsyncExc", interrupt_late)
+    pool, hung = pool_of(1)
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(RequestFailed, match="longer than"):
+            await pool.run(work, freed.set)
+        await freed.wait()
+        assert await pool.run(lambda: 8) == 8
     assert hung == []
     pool.close(EngineDead("closed"))
 
