@@ -131,6 +131,15 @@ INLINE vi widened(vb x) {
 #endif
 }
 
+/* The lowest byte of each. */
+INLINE void store_bytes(int8_t *to, vi x) {
+#if VW == 16
+    _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)x));
+#else
+    for (int i = 0; i < VW; i++) to[i] = (int8_t)x[i];
+#endif
+}
+
 INLINE vf load(const void *p, int64_t i, int dtype) {
     return dtype == F32 ? load_f32((const float *)p + i) : load_bf16((const bf16 *)p + i);
 }

@@ -8,21 +8,27 @@
  *   ROUND  p  x, scales, zeros or 0, codes (uint8 [N, K])
  *   n  K, columns of a group (at most 128)
  */
+#include "dot.h"
 #include "common.h"
 
 #define FIT_GROUP_MAX 128
 #define FIT_LEVELS 15.0f
 #define FIT_LARGEST 127.0f
 #define FIT_TINY 1e-12f
+#define SHARES 3
 #define FIT_STEPS 2 /* from each share of the group's range */
 #define FIT_ROWS 4  /* a chunk of work */
 
-static const float fit_shares[] = {1.0f, 0.9f, 0.8f};
+static const float fit_shares[SHARES] = {1.0f, 0.9f, 0.8f};
 
 INLINE vf at_least(vf x, float low) { return max_of(x, splat(low)); }
 
 INLINE vf nearest_level(vf x) {
+#if VW == 16
+    x = (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
     x = (x + 12582912.0f) - 12582912.0f; /* 1.5 * 2**23; ties to even */
+#endif
     return min_of(splat(FIT_LEVELS), at_least(x, 0.0f));
 }
 
@@ -38,16 +44,26 @@ typedef struct {
 } Sums;
 
 INLINE void take_groups(Groups *it, const void *x, int64_t first, int64_t K, int dtype) {
-    float one[FIT_GROUP_MAX][VW];
-    for (int g = 0; g < VW; g++)
-        for (int64_t i = 0; i < it->size; i++) {
+    int64_t whole = 0; /* of each group, taken as vectors that are turned */
+#if VW == 16
+    if ((first + VW) * it->size <= K) whole = it->size / VW * VW;
+    for (int64_t i = 0; i < whole; i += VW) {
+        __m512i turned[VW];
+        for (int g = 0; g < VW; g++)
+            turned[g] = (__m512i)load(x, (first + g) * it->size + i, dtype);
+        transpose(turned);
+        for (int j = 0; j < VW; j++) it->x[i + j] = (vf)turned[j];
+    }
+#endif
+    for (int64_t i = whole; i < it->size; i++)
+        for (int g = 0; g < VW; g++) {
             int64_t k = (first + g) * it->size + i;
-            one[i][g] = k < K ? load_one(x, k, dtype) : 0.0f;
+            it->x[i][g] = k < K ? load_one(x, k, dtype) : 0.0f;
         }
     it->total = it->square = (vf){0};
     it->low = splat(INFINITY), it->high = splat(-INFINITY);
     for (int64_t i = 0; i < it->size; i++) {
-        vf each = it->x[i] = load_f32(one[i]);
+        vf each = it->x[i];
         it->total += each;
         it->square += each * each;
         it->low = min_of(each, it->low);
@@ -55,16 +71,21 @@ INLINE void take_groups(Groups *it, const void *x, int64_t first, int64_t K, int
     }
 }
 
-INLINE Sums sums_of(const Groups *it, vf scale, vf zero) {
-    Sums s = {{0}, {0}, {0}};
-    vf inverse = 1.0f / scale;
-    for (int64_t i = 0; i < it->size; i++) {
-        vf step = nearest_level(it->x[i] * inverse + zero) - zero;
-        s.steps += step;
-        s.by_x += step * it->x[i];
-        s.by_step += step * step;
+/* Of every share at once: each sum is a chain, for which the next number would wait. */
+INLINE void sums_of(const Groups *it, const vf scale[SHARES], const vf zero[SHARES], Sums s[SHARES]) {
+    vf inverse[SHARES];
+    for (int j = 0; j < SHARES; j++) {
+        inverse[j] = 1.0f / scale[j];
+        s[j] = (Sums){{0}, {0}, {0}};
     }
-    return s;
+    for (int64_t i = 0; i < it->size; i++)
+#pragma GCC unroll 3
+        for (int j = 0; j < SHARES; j++) {
+            vf step = nearest_level(it->x[i] * inverse[j] + zero[j]) - zero[j];
+            s[j].steps += step;
+            s[j].by_x += step * it->x[i];
+            s[j].by_step += step * step;
+        }
 }
 
 /* Scale and zero point of least squares for the codes of which these are the sums. */
@@ -82,32 +103,43 @@ INLINE void refit(const Groups *it, const Sums *s, vf *scale, vf *zero) {
     *zero = moved;
 }
 
-/* A scale is NaN where no error is finite: the group has an infinity or a NaN. */
+/* A scale is NaN where no error is finite: the group has an infinity or a NaN. Of equal errors that of
+ * the first share counts, and of its first step. */
 INLINE void search(const Groups *it, vf *best, vf *best_zero) {
-    vf smallest = splat(INFINITY);
-    *best = splat(NAN), *best_zero = splat(0.0f);
-    for (int share = 0; share < 3; share++) {
-        vf scale = at_least((it->high - it->low) * (fit_shares[share] / FIT_LEVELS), FIT_TINY);
-        vf zero = nearest_level(FIT_LEVELS / 2 - (it->high + it->low) / 2.0f / scale);
-        for (int step = 0; step <= FIT_STEPS; step++) {
-            Sums s = sums_of(it, scale, zero);
-            vf error = it->square - 2.0f * scale * s.by_x + scale * scale * s.by_step;
-            vi is_less = error < smallest;
-            smallest = choose(is_less, error, smallest);
-            *best = choose(is_less, scale, *best);
-            *best_zero = choose(is_less, zero, *best_zero);
-            if (step < FIT_STEPS) refit(it, &s, &scale, &zero);
+    vf smallest[SHARES], scale[SHARES], zero[SHARES], found[SHARES], found_zero[SHARES];
+    for (int j = 0; j < SHARES; j++) {
+        smallest[j] = splat(INFINITY), found[j] = splat(NAN), found_zero[j] = splat(0.0f);
+        scale[j] = at_least((it->high - it->low) * (fit_shares[j] / FIT_LEVELS), FIT_TINY);
+        zero[j] = nearest_level(FIT_LEVELS / 2 - (it->high + it->low) / 2.0f / scale[j]);
+    }
+    for (int step = 0; step <= FIT_STEPS; step++) {
+        Sums s[SHARES];
+        sums_of(it, scale, zero, s);
+        for (int j = 0; j < SHARES; j++) {
+            vf error = it->square - 2.0f * scale[j] * s[j].by_x + scale[j] * scale[j] * s[j].by_step;
+            vi is_less = error < smallest[j];
+            smallest[j] = choose(is_less, error, smallest[j]);
+            found[j] = choose(is_less, scale[j], found[j]);
+            found_zero[j] = choose(is_less, zero[j], found_zero[j]);
+            if (step < FIT_STEPS) refit(it, &s[j], &scale[j], &zero[j]);
         }
     }
+    for (int j = 1; j < SHARES; j++) {
+        vi is_less = smallest[j] < smallest[0];
+        smallest[0] = choose(is_less, smallest[j], smallest[0]);
+        found[0] = choose(is_less, found[j], found[0]);
+        found_zero[0] = choose(is_less, found_zero[j], found_zero[0]);
+    }
+    *best = found[0], *best_zero = found_zero[0];
 }
 
-INLINE void fit_row(const Op *op, int64_t row, int dtype) {
-    int64_t K = op->n[0], group = op->n[1], groups = divide_up(K, group);
-    float *scales = (float *)op->p[1] + row * groups, *zeros = (float *)op->p[2] + row * groups;
+/* The groups of `K` numbers, VW at once: of several rows where these are whole groups. */
+INLINE void fit_groups(const char *x, float *scales, float *zeros, int64_t K, int64_t group, int dtype) {
+    int64_t groups = divide_up(K, group);
     for (int64_t first = 0; first < groups; first += VW) {
         Groups it;
         it.size = group;
-        take_groups(&it, at(op->p[0], row * K, dtype), first, K, dtype);
+        take_groups(&it, x, first, K, dtype);
         float found[2][VW];
         vf scale, zero;
         search(&it, &scale, &zero);
@@ -119,18 +151,27 @@ INLINE void fit_row(const Op *op, int64_t row, int dtype) {
     }
 }
 
+INLINE void fit_rows(const Op *op, int64_t row, int64_t rows, int dtype) {
+    int64_t K = op->n[0], group = op->n[1], groups = divide_up(K, group);
+    int64_t each = K % group ? 1 : rows; /* rows as one */
+    for (int64_t last = row + rows; row < last; row += each)
+        fit_groups(at(op->p[0], row * K, dtype), (float *)op->p[1] + row * groups,
+                   (float *)op->p[2] + row * groups, each * K, group, dtype);
+}
+
 INLINE void round_row(const Op *op, int64_t row, int dtype) {
     int64_t K = op->n[0], group = op->n[1], groups = divide_up(K, group);
+    const char *x = at(op->p[0], row * K, dtype);
     const float *scales = (float *)op->p[1] + row * groups, *zeros = (float *)op->p[2] + row * groups;
     uint8_t *codes = (uint8_t *)op->p[3] + row * K;
     for (int64_t g = 0; g < groups; g++) {
-        float inverse = 1.0f / scales[g], level[FIT_GROUP_MAX];
-        int64_t first = g * group, size = min_int(group, K - first);
-        for (int64_t i = 0; i < group; i++)
-            level[i] = i < size ? load_one(op->p[0], row * K + first + i, dtype) : 0.0f;
-        for (int64_t i = 0; i < group; i += VW)
-            store_f32(level + i, nearest_level(load_f32(level + i) * inverse + zeros[g]));
-        for (int64_t i = 0; i < size; i++) codes[first + i] = (uint8_t)level[i];
+        float inverse = 1.0f / scales[g];
+        int64_t k = g * group, last = min_int(K, k + group);
+        for (; k + VW <= last; k += VW)
+            store_bytes((int8_t *)codes + k,
+                        to_nearest(nearest_level(load(x, k, dtype) * inverse + zeros[g])));
+        for (; k < last; k++)
+            codes[k] = (uint8_t)nearest_level(splat(load_one(x, k, dtype)) * inverse + zeros[g])[0];
     }
 }
 
@@ -164,8 +205,10 @@ INLINE void round_whole_row(const Op *op, int64_t row, int dtype) {
             for (int64_t i = 0; i < size; i++) level[i] = load_one(op->p[0], row * K + k + i, dtype);
         vf x = load_f32(level) / scale;
         x = max_of(splat(-FIT_LARGEST), min_of(splat(FIT_LARGEST), x));
-        store_f32(level, (x + 12582912.0f) - 12582912.0f + 128.0f);
-        for (int64_t i = 0; i < size; i++) codes[k + i] = (uint8_t)level[i];
+        vi code = to_nearest(x) + 128;
+        if (size == VW) store_bytes((int8_t *)codes + k, code);
+        else
+            for (int64_t i = 0; i < size; i++) codes[k + i] = (uint8_t)code[i];
     }
 }
 
@@ -176,10 +219,15 @@ static int64_t fit_chunks(const Op *op, const Step *step, int threads) {
 
 static void fit_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {
     (void)me;
-    int64_t last = min_int(step->counts[op->count], (chunk + 1) * FIT_ROWS);
-    for (int64_t row = chunk * FIT_ROWS; row < last; row++)
-        if (op->dtype == F32) op->p[2] ? fit_row(op, row, F32) : largest_row(op, row, F32);
-        else op->p[2] ? fit_row(op, row, BF16) : largest_row(op, row, BF16);
+    int64_t row = chunk * FIT_ROWS, last = min_int(step->counts[op->count], row + FIT_ROWS);
+    if (op->p[2]) {
+        if (op->dtype == F32) fit_rows(op, row, last - row, F32);
+        else fit_rows(op, row, last - row, BF16);
+        return;
+    }
+    for (; row < last; row++)
+        if (op->dtype == F32) largest_row(op, row, F32);
+        else largest_row(op, row, BF16);
 }
 
 static void round_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {

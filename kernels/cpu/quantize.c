@@ -26,14 +26,6 @@ static int64_t quantize_chunks(const Op *op, const Step *step, int threads) {
     return max_int(1, divide_up(step->counts[op->count], QUANTIZED_ROWS));
 }
 
-INLINE void store_bytes(int8_t *to, vi x) {
-#if VW == 16
-    _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)x));
-#else
-    for (int i = 0; i < VW; i++) to[i] = (int8_t)x[i];
-#endif
-}
-
 INLINE int32_t sum_of_ints(vi x) {
 #if VW == 16
     return _mm512_reduce_add_epi32((__m512i)x);
