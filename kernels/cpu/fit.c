@@ -159,19 +159,25 @@ INLINE void fit_rows(const Op *op, int64_t row, int64_t rows, int dtype) {
                    (float *)op->p[2] + row * groups, each * K, group, dtype);
 }
 
+/* Codes of 4 bits around a zero, or where there is none of 8 bits around 128. */
+INLINE vi codes_of(vf x, float scale, const float *zero) {
+    if (zero) return to_nearest(nearest_level(x * (1.0f / scale) + *zero));
+    vf largest = splat(FIT_LARGEST);
+    return to_nearest(max_of(-largest, min_of(largest, x / scale))) + 128;
+}
+
 INLINE void round_row(const Op *op, int64_t row, int dtype) {
-    int64_t K = op->n[0], group = op->n[1], groups = divide_up(K, group);
+    int64_t K = op->n[0], group = op->p[2] ? op->n[1] : K, groups = divide_up(K, group);
     const char *x = at(op->p[0], row * K, dtype);
-    const float *scales = (float *)op->p[1] + row * groups, *zeros = (float *)op->p[2] + row * groups;
-    uint8_t *codes = (uint8_t *)op->p[3] + row * K;
+    int8_t *codes = (int8_t *)op->p[3] + row * K;
     for (int64_t g = 0; g < groups; g++) {
-        float inverse = 1.0f / scales[g];
+        const float scale = ((float *)op->p[1])[row * groups + g];
+        const float *zero = op->p[2] ? (float *)op->p[2] + row * groups + g : 0;
         int64_t k = g * group, last = min_int(K, k + group);
         for (; k + VW <= last; k += VW)
-            store_bytes((int8_t *)codes + k,
-                        to_nearest(nearest_level(load(x, k, dtype) * inverse + zeros[g])));
+            store_bytes(codes + k, codes_of(load(x, k, dtype), scale, zero));
         for (; k < last; k++)
-            codes[k] = (uint8_t)nearest_level(splat(load_one(x, k, dtype)) * inverse + zeros[g])[0];
+            codes[k] = (int8_t)codes_of(splat(load_one(x, k, dtype)), scale, zero)[0];
     }
 }
 
@@ -191,25 +197,6 @@ INLINE void largest_row(const Op *op, int64_t row, int dtype) {
         largest.bits = one.bits > largest.bits ? one.bits : largest.bits;
     }
     ((float *)op->p[1])[row] = largest.number / FIT_LARGEST;
-}
-
-INLINE void round_whole_row(const Op *op, int64_t row, int dtype) {
-    int64_t K = op->n[0];
-    const vf scale = splat(((const float *)op->p[1])[row]);
-    uint8_t *codes = (uint8_t *)op->p[3] + row * K;
-    for (int64_t k = 0; k < K; k += VW) {
-        float level[VW] = {0};
-        int64_t size = min_int(VW, K - k);
-        if (size == VW) store_f32(level, load(op->p[0], row * K + k, dtype));
-        else
-            for (int64_t i = 0; i < size; i++) level[i] = load_one(op->p[0], row * K + k + i, dtype);
-        vf x = load_f32(level) / scale;
-        x = max_of(splat(-FIT_LARGEST), min_of(splat(FIT_LARGEST), x));
-        vi code = to_nearest(x) + 128;
-        if (size == VW) store_bytes((int8_t *)codes + k, code);
-        else
-            for (int64_t i = 0; i < size; i++) codes[k + i] = (uint8_t)code[i];
-    }
 }
 
 static int64_t fit_chunks(const Op *op, const Step *step, int threads) {
@@ -234,6 +221,6 @@ static void round_run(const Op *op, const Step *step, int64_t chunk, Worker *me)
     (void)me;
     int64_t last = min_int(step->counts[op->count], (chunk + 1) * FIT_ROWS);
     for (int64_t row = chunk * FIT_ROWS; row < last; row++)
-        if (op->dtype == F32) op->p[2] ? round_row(op, row, F32) : round_whole_row(op, row, F32);
-        else op->p[2] ? round_row(op, row, BF16) : round_whole_row(op, row, BF16);
+        if (op->dtype == F32) round_row(op, row, F32);
+        else round_row(op, row, BF16);
 }
