@@ -162,6 +162,9 @@ def sample(
     """
     top, first = best(logits)
     rows, width = logits.shape
+    # A row of one token keeps it. Triton 3.6.0 does not compile the search for a width of 1, which
+    # is a constant to it.
+    has_filters = has_filters and width > 1
     block = min(CHUNK, max(4, power_of_2(width)))
     chunks = triton.cdiv(width, block)
     device = logits.device

@@ -138,6 +138,15 @@ def small_ops(dtype: torch.dtype) -> None:
     step.commit(step.tokens)
 
 
+def few_tokens(dtype: torch.dtype) -> None:
+    """Drawing from few tokens; a width of 1 is a constant to Triton."""
+    from streamer.kernels.gpu.sampling import sample
+
+    rows, slots = sample.SamplingRows(1, "cpu"), torch.zeros(1, dtype=torch.int64)
+    for width in (1, 2, 3):
+        sample.sample(torch.zeros(1, width, dtype=dtype), rows, slots, slots, has_filters=True)
+
+
 def quantized_stores(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     """The kernels that write codes and scales."""
     from streamer.kernels.gpu import backend
@@ -223,6 +232,7 @@ def main(part: int, num_parts: int) -> None:
         ),
         ("1 rows", partial(linears, bf16, 1)),
         ("2048 rows", partial(linears, bf16, 2048)),
+        ("few tokens", partial(few_tokens, torch.float32)),
         ("fp32", partial(attention, torch.float32, (8, 4, 128), MIXED)),
         ("fp32 codes", partial(attention, torch.float32, (8, 4, 128), MIXED, torch.int8)),
         ("fp16", partial(small_ops, fp16)),
