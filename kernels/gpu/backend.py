@@ -19,6 +19,11 @@ from streamer.kernels.quantized import scale_rows
 
 FP8_CAPABILITY = (8, 9)
 
+# cuBLAS may split a sum, and by default adds the parts rounded to 16 bits: of 1,031 products in
+# bfloat16 an H200 lost several bits of the result (2026-11-27). Now it adds them in float32.
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
 rope_tables = reference.rope_tables
 set_threads = reference.set_threads
 # One copy a run of neighbouring blocks; the host does not wait where its memory is pinned. A
