@@ -7,6 +7,7 @@ and tests have one on the CPU that delays and reorders work as far as the protoc
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
@@ -188,10 +189,23 @@ class CudaStream:
         self.stream.wait_event(_own(event).event)
 
 
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Garbage is not collected meanwhile, on any thread."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class CudaDevice:
     """One GPU, for one runner, on one thread, whose current stream it sets."""
 
     def __init__(self, where: torch.device) -> None:
+        gc.collect()  # a runner that was not closed is in cycles, and keeps its memory until then
         self.where = where
         torch.cuda.set_device(where)
         # Not the default stream, which waits for all others, as they do for it.
@@ -217,12 +231,16 @@ class CudaDevice:
         if self._graphs_pool is None:
             self._graphs_pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # "thread_local": the event loop's thread may use CUDA meanwhile; this thread does not.
-        with torch.cuda.graph(
-            graph,
-            pool=self._graphs_pool,
-            stream=self.main.stream,  # whose workspaces are there already
-            capture_error_mode="thread_local",
+        # "thread_local": the event loop's thread may use CUDA meanwhile; this thread does not. To
+        # destroy a graph is a use, and fails the capture: a collection of garbage may have one.
+        with (
+            _no_collections(),
+            torch.cuda.graph(
+                graph,
+                pool=self._graphs_pool,
+                stream=self.main.stream,  # whose workspaces are there already
+                capture_error_mode="thread_local",
+            ),
         ):
             work()
         return graph.replay

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from streamer.errors import ConfigError
-from streamer.model.runner.device import choose_device, memory_errors
+from streamer.model.runner.device import CudaDevice, choose_device, memory_errors
 from tests.model.late_device import LateDevice
 
 
@@ -83,3 +87,79 @@ def test_other_errors_of_a_device_stay_what_they_are(error: RuntimeError) -> Non
     with pytest.raises(RuntimeError) as raised, memory_errors():
         raise error
     assert raised.value is error
+
+
+class Captures:
+    """torch.cuda's graphs without a GPU: graphs that are freed, and whether in a capture."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.freed: list[bool] = []
+        self.is_capturing = False
+        captures = self
+
+        class Graph:
+            replay = None
+
+            def __del__(self) -> None:
+                captures.freed.append(captures.is_capturing)
+
+        for name in ("set_device", "set_stream", "synchronize", "Stream", "graph_pool_handle"):
+            monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(torch.cuda, "graph", self.capture)
+
+    @contextmanager
+    def capture(self, *_: Any, **__: Any) -> Iterator[None]:
+        self.is_capturing = True
+        try:
+            yield
+        finally:
+            self.is_capturing = False
+
+    def leave(self) -> None:
+        """A graph that only the collector frees, as those of a runner that was not closed."""
+        cycle: list[Any] = [torch.cuda.CUDAGraph()]
+        cycle.append(cycle)
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[Captures]:
+    thresholds = gc.get_threshold()
+    gc.collect()
+    yield Captures(monkeypatch)
+    gc.set_threshold(*thresholds)
+
+
+def test_graphs_of_an_engine_that_is_gone_are_freed_before_the_next_ones_memory_is_measured(
+    captures: Captures,
+) -> None:
+    captures.leave()
+    CudaDevice(torch.device("cuda", 0))
+    assert captures.freed == [False]
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_no_garbage_is_collected_while_a_graph_is_recorded(
+    captures: Captures, is_enabled: bool
+) -> None:
+    """A graph freed there would fail the capture; afterwards the collector is as it was."""
+    device = CudaDevice(torch.device("cuda", 0))
+
+    def work() -> None:
+        captures.leave()
+        if captures.is_capturing:
+            gc.set_threshold(1, 1, 1)
+            assert len([[n] for n in range(10_000)]) == 10_000
+            raise ValueError("no kernel")
+
+    if not is_enabled:
+        gc.disable()
+    try:
+        with pytest.raises(ValueError, match="no kernel"):
+            device.record(work)
+        assert gc.isenabled() is is_enabled
+    finally:
+        gc.enable()
+    assert not any(captures.freed)
+    gc.collect()
+    assert len(captures.freed) >= 2
