@@ -313,9 +313,12 @@ def _profile(bed: Bed, report: Report, what: str, where: Where) -> None:
         event.key: event.self_device_time_total if is_cuda else event.self_cpu_time_total
         for event in profile.key_averages()
     }
-    report.add(what, "device", sum(took.values()) / 1e3 / steps, "ms", "kernels, by the profiler")
+    total_us = sum(took.values())
+    if not total_us:
+        raise RuntimeError("the profiler saw no kernel")
+    report.add(what, "device", total_us / 1e3 / steps, "ms", "kernels, by the profiler")
     for name, us in sorted(took.items(), key=lambda item: -item[1])[:KERNELS]:
-        share = f"{us / sum(took.values()):.0%} of the device's time"
+        share = f"{us / total_us:.0%} of the device's time"
         report.add(what, f"kernel {name[:60]}", us / steps, "us", share)
 
 

@@ -134,7 +134,8 @@ class Report:
         """Add a figure; it is kept even if the section fails later."""
         target = target if self._has_targets else None
         is_ceiling = isinstance(target, AtMost)
-        figure = Figure(self._section, what, measure, value, unit, note, target, is_ceiling)
+        plain = None if target is None else float(target)  # msgspec writes no AtMost
+        figure = Figure(self._section, what, measure, float(value), unit, note, plain, is_ceiling)
         self._keep(Part([*self.part.figures, figure]))
         self._console.print(
             f"{figure.section}: {what}, {measure}: {number(value)} {unit}", highlight=False
@@ -146,10 +147,12 @@ class Report:
         self._keep(Part(self.part.figures, describe(error), where))
 
     def _keep(self, part: Part) -> None:
-        """Write the part to the file at once, for a process that dies later."""
+        """Write the part to the file at once, for a process that dies later. A part that can't be
+        written is none, so that `fail` can write why."""
+        written = msgspec.json.encode(part)
         self.part = part
         if self._file is not None:
-            self._file.write_bytes(msgspec.json.encode(part))
+            self._file.write_bytes(written)
 
 
 def number(value: float) -> str:

@@ -371,6 +371,41 @@ def test_figures_without_targets_where_none_are_stored() -> None:
     assert report.part.figures[0].is_met is None
 
 
+def test_what_can_not_be_written_is_left_out_and_why_is_written(tmp_path: Path) -> None:
+    """The figures before it, and the error with its place; numbers of any kind can."""
+    file = tmp_path / "part.json"
+    report = new_report(file=file)
+    report.add("a", "b", np.float64(1.0), "x", target=gpu_report.AtMost(2.0))
+    try:
+        report.add("a", "c", 1.0, object())  # type: ignore[arg-type]
+    except TypeError as error:
+        report.fail(error)
+    part = msgspec.json.decode(file.read_bytes(), type=gpu_report.Part)
+    assert part == report.part
+    assert [(f.measure, f.target, f.is_met) for f in part.figures] == [("b", 2.0, True)]
+    assert part.failure.startswith("TypeError")
+    assert "report.add" in part.traceback
+
+
+class WithTargets(Report):
+    """A report with the targets that tiny shapes do not have."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **{**settings, "has_targets": True})
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_every_target_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU."""
+    monkeypatch.setattr(gpu_report, "Report", WithTargets)
+    out = tmp_path / "gpu.json"
+    code, text = run("--only", "single,batch,step,attention,swap", "--out", str(out))
+    assert code == 0, text
+    found = msgspec.json.decode(out.read_bytes(), type=Results)
+    assert {name.partition(":")[0] for name in found.met} == set(found.seconds)
+    assert {f.measure for f in found.figures if f.is_ceiling} == {"host"}
+
+
 def test_the_requests_are_nano_vllms() -> None:
     """Its benchmark prints 133,966 tokens of output; its prompts have 142,827."""
     requests = gpu_engine.nano_vllm_requests(is_tiny=False)
