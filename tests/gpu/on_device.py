@@ -36,7 +36,7 @@ class OnDevice:
         packed = self._backend.pack_weight(
             [there(part) for part in parts], *(there(a) for a in args), **kwargs
         )
-        return _Linear(self._travelling(packed), packed.shape)
+        return _Linear(self._travelling(packed), self._travelling(packed.rows), packed.shape)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         door: Callable[..., Any] = getattr(self._backend, name)
@@ -60,8 +60,11 @@ class OnDevice:
 class _Linear:
     """A packed weight on the device, for rows on the CPU."""
 
-    def __init__(self, multiply: Callable[..., Any], shape: tuple[int, int]) -> None:
+    def __init__(
+        self, multiply: Callable[..., Any], rows: Callable[..., Any], shape: tuple[int, int]
+    ) -> None:
         self._multiply = multiply
+        self.rows = rows
         self.shape = shape
 
     def __call__(self, x: torch.Tensor, *, add_to: torch.Tensor | None = None) -> Any:

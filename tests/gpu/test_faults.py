@@ -38,8 +38,9 @@ __all__ = [
 WHERE = torch.device("cuda", 0)
 # A step of 2,048 tokens has 2,048 x 2 x 32,768 gates and ups in float32, 512 MiB, and half of that
 # behind the activation; one of 256 has 96 MiB.
-TOKENS, LEFT_BYTES = 2048, 320 << 20
-WIDE = {**TINY, "intermediate_size": 32_768, "max_position_embeddings": TOKENS}
+TOKENS, INNER, LEFT_BYTES = 2048, 32_768, 320 << 20
+LARGEST_BYTES = TOKENS * 2 * INNER * 4
+WIDE = {**TINY, "intermediate_size": INNER, "max_position_embeddings": TOKENS}
 SPARE_BYTES = 1 << 30  # of which the tensor takes all but LEFT_BYTES
 
 
@@ -51,7 +52,10 @@ def _on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def memory_taken() -> Iterator[None]:
     """A tensor takes all but LEFT_BYTES of what this process may have: that is limited, since other
-    tests run on the device at the same time."""
+    tests run on the device at the same time.
+
+    A capture that failed earlier in the process would keep what torch has cached, and with it the
+    memory of a large step: torch empties no cache while it believes that one goes on."""
     torch.cuda.synchronize(WHERE)
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(WHERE).total_memory
@@ -60,7 +64,7 @@ def memory_taken() -> Iterator[None]:
     held = torch.empty(SPARE_BYTES - LEFT_BYTES, dtype=torch.uint8, device=WHERE)
     try:
         with pytest.raises(torch.OutOfMemoryError):
-            torch.empty(2 * LEFT_BYTES, dtype=torch.uint8, device=WHERE)
+            torch.empty(LARGEST_BYTES, dtype=torch.uint8, device=WHERE)
         yield
     finally:
         del held
