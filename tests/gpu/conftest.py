@@ -10,8 +10,10 @@ from tests.gpu.on_device import OnDevice
 
 
 @pytest.fixture
-def backend() -> str:
+def backend(request: pytest.FixtureRequest) -> str:
     """The name of `kernels`, in tests/kernels' suites."""
+    if getattr(request, "param", "cuda") != "cuda":
+        pytest.skip("of another backend alone")
     return "cuda"
 
 
