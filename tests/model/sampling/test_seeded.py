@@ -41,7 +41,7 @@ def test_same_tokens_alone_in_a_batch_and_through_preemption(
     folder = checkpoint("llama", 0)
     together = sample(folder, list(range(16)), max_num_seqs=20)
     pressed = sample(
-        folder, list(range(16)), costs=costs, max_num_seqs=20, num_gpu_blocks_override=26,
+        folder, list(range(16)), costs=costs, max_num_seqs=20, num_gpu_blocks_override=22,
         block_size=8, max_num_batched_tokens=40, max_model_len=110,
     )  # fmt: skip
     alone: dict[tuple[str, int], list[int]] = {}
