@@ -93,12 +93,18 @@ format: $(VENV)/.ready-dev ## rewrite the code in its layout
 GPU_OUT ?= build/gpu
 gpu: gpu-tests gpu-bench ## on a machine with a GPU: tests/gpu, then the bench, ten minutes each at most; into build/gpu
 
+# Each file in its own process; where pytest-xdist is installed, the two long ones in three for every
+# eight cores. pytest-benchmark would warn beside it, and warnings are errors.
+GPU_WORKERS = import os, xdist; print("-n", max(1, len(os.sched_getaffinity(0)) * 3 // 8))
 gpu-tests: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 gpu-tests:
 	@mkdir -p $(GPU_OUT); rm -f $(GPU_OUT)/failed
-	@for name in $(basename $(notdir $(wildcard tests/gpu/test_*.py))); do \
-	{ timeout 580 $(PYTHON) -u -m pytest -v --durations=20 -p no:cacheprovider tests/gpu/$$name.py \
-	--junitxml=$(GPU_OUT)/$$name.xml || echo $$name >> $(GPU_OUT)/failed; } > $(GPU_OUT)/$$name.txt 2>&1 & \
+	@workers=$$($(PYTHON) -c '$(GPU_WORKERS)' 2>/dev/null); \
+	for name in $(basename $(notdir $(wildcard tests/gpu/test_*.py))); do \
+	case $$name in test_ops | test_model) more=$$workers;; *) more=;; esac; \
+	{ timeout 580 $(PYTHON) -u -m pytest -v --durations=20 -p no:cacheprovider -p no:benchmark $$more \
+	tests/gpu/$$name.py --junitxml=$(GPU_OUT)/$$name.xml || echo $$name >> $(GPU_OUT)/failed; } \
+	> $(GPU_OUT)/$$name.txt 2>&1 & \
 	done; wait; tail -n 30 $(GPU_OUT)/test_*.txt; ! sed 's/$$/ failed/' $(GPU_OUT)/failed 2>/dev/null
 
 gpu-bench: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)

@@ -1,7 +1,8 @@
 """tests/model's suites on a CUDA device: plans by hand, parity, preemption, seeds; and races.
 
-The same functions, with runners made on CUDA. Bit equality between batch shapes is not tested:
-cuBLAS chooses its kernel by the number of rows.
+The same functions, with runners made on CUDA, for a family of each path through the kernels and one
+seed, since each runner records its steps. Bit equality between batch shapes is not tested: cuBLAS
+chooses its kernel by the number of rows.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from streamer.kernels import reference as plain  # noqa: E402
 from streamer.model.runner import recorded  # noqa: E402
 from streamer.model.runner.device import CudaDevice, CudaStream  # noqa: E402
 from streamer.model.runner.recorded import RecordedMixed  # noqa: E402
+from tests.gpu.few_sizes import record_few  # noqa: E402
 from tests.model import test_parity as parity  # noqa: E402
 from tests.model.conftest import checkpoint, reference  # noqa: E402
+from tests.model.runner import test_cpu as by_hand  # noqa: E402
 from tests.model.runner.test_cpu import (  # noqa: E402
     test_a_fork_without_its_parents_prompt,
     test_a_nan_row_fails_alone,
     test_a_plan_without_rows,
-    test_greedy_equals_transformers,
     test_recompute,
     test_results_are_ascending_and_numbered,
     test_swap_needs_its_copies,
@@ -37,16 +39,16 @@ from tests.model.runner.test_cpu import (  # noqa: E402
 from tests.model.runner.test_cuda import KINDS, SWAP, serve, tokens_of  # noqa: E402
 from tests.model.sampling.test_seeded import *  # noqa: E402, F403
 from tests.model.sync_engine import GREEDY  # noqa: E402
-from tests.model.test_parity import *  # noqa: E402, F403
+from tests.model.test_parity import oracle  # noqa: E402
 from tests.model.where import Where  # noqa: E402
 
 __all__ = [
     "checkpoint",
+    "oracle",
     "reference",
     "test_a_fork_without_its_parents_prompt",
     "test_a_nan_row_fails_alone",
     "test_a_plan_without_rows",
-    "test_greedy_equals_transformers",
     "test_recompute",
     "test_results_are_ascending_and_numbered",
     "test_swap_needs_its_copies",
@@ -56,11 +58,64 @@ __all__ = [
 
 WHERE = torch.device("cuda", 0)
 SLEEP_CYCLES = 3_000_000  # 1.5 to 2 ms, longer than several steps of a tiny model
+KINDS_OF_MODELS = ["llama", "qwen3", "gemma3_text"]  # plain; norms of heads; windows too
 
 
 @pytest.fixture(autouse=True)
 def _on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Where, "make", partial(CudaDevice, WHERE))
+    record_few(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"), by_hand.FAMILIES, ids=[family for family, _ in by_hand.FAMILIES]
+)
+def test_greedy_equals_transformers(
+    checkpoint: Any, reference: Any, family: str, overrides: dict[str, Any]
+) -> None:
+    by_hand.test_greedy_equals_transformers(checkpoint, reference, family, overrides, 0)
+
+
+@pytest.mark.parametrize("family", KINDS_OF_MODELS)
+def test_16_requests_in_one_batch_with_chunked_prefill(
+    checkpoint: Any, oracle: Any, record_property: Any, family: str
+) -> None:
+    parity.test_16_requests_in_one_batch_with_chunked_prefill(
+        checkpoint, oracle, record_property, family, 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "policy"),
+    [("llama", "swap"), ("llama", "recompute"), ("qwen3", "mixed"), ("gemma3_text", "mixed")],
+)
+def test_64_requests_in_a_pool_that_preempts_at_least_50_times(
+    checkpoint: Any, oracle: Any, record_property: Any, family: str, policy: str
+) -> None:
+    parity.test_64_requests_in_a_pool_that_preempts_at_least_50_times(
+        checkpoint, oracle, record_property, family, policy, 0
+    )
+
+
+@pytest.mark.parametrize("family", KINDS_OF_MODELS)
+def test_prefix_hits_change_no_token(
+    checkpoint: Any, oracle: Any, record_property: Any, family: str
+) -> None:
+    parity.test_prefix_hits_change_no_token(checkpoint, oracle, record_property, family, 0)
+
+
+@pytest.mark.parametrize(
+    ("family", "costs"),
+    [("llama", parity.SWAP), ("llama", parity.RECOMPUTE), ("gemma3_text", parity.SWAP)],
+    ids=["llama-swap", "llama-recompute", "gemma3_text-swap"],
+)
+def test_four_forks_of_a_prefill_through_preemption(
+    checkpoint: Any, reference: Any, oracle: Any, record_property: Any, family: str,
+    costs: dict[str, float],
+) -> None:  # fmt: skip
+    parity.test_four_forks_of_a_prefill_through_preemption(
+        checkpoint, reference, oracle, record_property, family, 0, costs
+    )
 
 
 class SlowStream(CudaStream):

@@ -46,7 +46,7 @@ def test_same_tokens_alone_in_a_batch_and_through_preemption(
     )  # fmt: skip
     alone: dict[tuple[str, int], list[int]] = {}
     for i in range(16):
-        alone |= sample(folder, [i])
+        alone |= sample(folder, [i], max_num_seqs=2)
     assert together == alone
     assert pressed == alone
     assert len({tuple(tokens) for tokens in alone.values()}) == len(alone)
