@@ -1,7 +1,7 @@
 """Matrices of `streamer bench gpu`'s section `tune`: one weight in every form, times and tiles.
 
 Makes random weights as dense numbers, as codes of 4 and 8 bits and as FP8, and times each beside
-the dense one. Called by tune.py, which also tries other tiles of those that the kernel widens.
+the dense one. Called by tune.py, which also tries other tiles of those that kernels unpack.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from streamer.loadtest.inside.gpu.report import Report
 
 # Of x; outputs and inputs: Llama-3.1-8B's gates and ups, in 4 bits more than an H100's L2 holds,
 # from which a smaller weight would be read again.
-ROWS, SHAPE = (1, 64, 1024), (28_672, 4096)
+ROWS, SHAPE = (1, 4, 64, 256, 1024), (28_672, 4096)
 TINY_ROWS, TINY_SHAPE = (1, 8), (64, 64)
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
@@ -39,7 +39,7 @@ class Form(NamedTuple):
 
 
 FP8 = Form("FP8", 8, is_float=True)
-# What multiply.py widens in registers.
+# What multiply.py unpacks.
 WIDENED = (Form("4 bits", 4, 32), Form("8 bits", 8), Form("FP8 in groups of 128", 8, 128, True))
 
 

@@ -48,14 +48,17 @@ DECODES = [
 ]
 PREFILLS = [*_attention("WIDE", (32, 64, 128)), *_attention("STAGES", (2, 3, 4))]
 LINEARS = [  # compiled anew for each form, in one to three seconds each
-    Choice("multiply", {name: value})
-    for name, value in (("OUTPUTS", 32), ("OUTPUTS", 128), ("STAGES", 3), ("STAGES", 6))
+    *(Choice("few_rows", {"OUTPUTS": n}) for n in (4, 16)),
+    Choice("few_rows", {"MAX_FEW": 4}),
+    *(Choice("multiply", {"OUTPUTS": {16: n, 32: n, 64: n}}) for n in (64, 128)),
+    *(Choice("multiply", {"MAX_MEDIUM": n}) for n in (32, 256)),
+    Choice("many_rows", {"PIECE_BYTES": 256 << 20}),
 ]
 
 
 def tune(where: Where, report: Report) -> None:
-    """Microseconds of a weight in every form; of attention and of the forms that one kernel widens,
-    for each setting."""
+    """Microseconds of a weight in every form; of attention and of the forms that the linear kernels
+    unpack, for each setting."""
     linear.matrices(where, report)
     decode, prefill = (TINY_DECODE, TINY_PREFILL) if where.is_tiny else (DECODE, PREFILL)
     for shape, choices in ((decode, DECODES), (prefill, PREFILLS)):
@@ -110,9 +113,15 @@ def _set(choice: Choice, where: Where) -> Iterator[None]:
         yield
         return
     from streamer.kernels.gpu.attention import items, paged
-    from streamer.kernels.gpu.linear import multiply
+    from streamer.kernels.gpu.linear import few_rows, many_rows, multiply
 
-    files = {"items": items, "paged": paged, "multiply": multiply}
+    files = {
+        "items": items,
+        "paged": paged,
+        "few_rows": few_rows,
+        "multiply": multiply,
+        "many_rows": many_rows,
+    }
     module: Any = files[choice.module]
     before = {name: getattr(module, name) for name in choice.values}
     try:

@@ -230,8 +230,7 @@ def main(part: int, num_parts: int) -> None:
             "codes",
             partial(attention, bf16, (8, 4, 256), MIXED, FP8, sliding_window=4096, softcap=50.0),
         ),
-        ("1 rows", partial(linears, bf16, 1)),
-        ("2048 rows", partial(linears, bf16, 2048)),
+        *((f"{rows} rows", partial(linears, bf16, rows)) for rows in (1, 2, 16, 32, 64, 2048)),
         ("few tokens", partial(few_tokens, torch.float32)),
         ("fp32", partial(attention, torch.float32, (8, 4, 128), MIXED)),
         ("fp32 codes", partial(attention, torch.float32, (8, 4, 128), MIXED, torch.int8)),
@@ -239,6 +238,7 @@ def main(part: int, num_parts: int) -> None:
         ("fp16", partial(attention, fp16, (16, 8, 128), MIXED)),
         ("fp16 codes", partial(attention, fp16, (16, 8, 128), MIXED, torch.int8)),
         ("fp16 rows", partial(linears, fp16, 48)),
+        ("fp16 rows", partial(linears, fp16, 1)),
     ]
     for label, task in tasks[part::num_parts]:  # noqa: B007
         task()

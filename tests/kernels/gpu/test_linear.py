@@ -76,13 +76,13 @@ def close(got: torch.Tensor, exact: torch.Tensor, near: float = 1e-5) -> None:
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_equals_dequantise_then_matmul(device: str, form: dict[str, Any]) -> None:
-    """One row and several, with a bias, added to what is there; ragged N and K."""
+    """Every way by the number of rows, with a bias, added to what is there; ragged N and K."""
     n, k = 70, 200
     weight, bias = made(n, k, **form), torch.randn(n, generator=torch.Generator().manual_seed(9))
     exact_weight = dequantize(weight).double()
     linear = packed(device, [weight], bias, dtype=torch.float32)
     assert linear.shape == (n, k)
-    for rows in (1, 18):
+    for rows in (1, 2, 18, 129):
         x = torch.randn(rows, k, generator=torch.Generator().manual_seed(rows))
         exact = F.linear(x.double(), exact_weight, bias.double())
         there = x.to(device)
@@ -97,13 +97,14 @@ def test_equals_dequantise_then_matmul(device: str, form: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(device: str, dtype: torch.dtype) -> None:
-    """The weight is rounded to the dtype, products are added in float32."""
+    """The weight is rounded to the dtype or not at all, products are added in float32."""
     weight = made(40, 256, **FORMS["4 bits, offsets, groups of 128"])
-    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
     linear = packed(device, [weight], dtype=dtype)
-    y = linear(x.to(device))
-    assert y.dtype is dtype
-    close(y, F.linear(x.double(), dequantize(weight).to(dtype).double()), 2.0**-7)
+    for rows in (1, 5, 130):
+        x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
+        y = linear(x.to(device))
+        assert y.dtype is dtype
+        close(y, F.linear(x.double(), dequantize(weight).to(dtype).double()), 2.0**-7)
     assert linear.rows(torch.tensor([3], device=device)).dtype is dtype
 
 
@@ -127,31 +128,72 @@ def test_mixed_forms_write_side_by_side(device: str) -> None:
     close(gates(x.to(device)), F.silu(gate) * up)
 
 
-def test_k_is_split_among_programs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize(
+    "form", ["4 bits, zero 8, groups of 32", "8 bits, offsets, a row", "e4m3, a row"]
+)
+def test_k_is_split_among_programs(
+    device: str, monkeypatch: pytest.MonkeyPatch, form: str, rows: int
+) -> None:
     """The same sum to rounding, and no part beyond K."""
-    from streamer.kernels.gpu.linear import multiply
+    from streamer.kernels.gpu.linear import few_rows, multiply
 
-    weight, bias = made(70, 1000, **FORMS["4 bits, zero 8, groups of 32"]), torch.ones(70)
-    x = torch.randn(3, 1000, generator=torch.Generator().manual_seed(1))
+    weight, bias = made(70, 5000, **FORMS[form]), torch.ones(70)
+    x = torch.randn(rows, 5000, generator=torch.Generator().manual_seed(1))
     linear = packed(device, [weight], bias, dtype=torch.float32)
     exact = F.linear(x.double(), dequantize(weight).double(), bias.double())
-    monkeypatch.setattr(multiply, "ENOUGH", 0)
+    codes = linear._parts[0].codes
+    for module in (few_rows, multiply):
+        monkeypatch.setattr(module, "ENOUGH", 0)
+    assert multiply.num_splits(rows, codes) == 1
     close(linear(x.to(device)), exact)
-    monkeypatch.setattr(multiply, "ENOUGH", 1000)
+    for module in (few_rows, multiply):
+        monkeypatch.setattr(module, "ENOUGH", 1000)
     monkeypatch.setattr(multiply, "MIN_TILES", 1)
-    assert multiply.num_splits(3, 70, 8) == 8
-    for total in (None, torch.zeros(3, 70, device=device)):
+    assert multiply.num_splits(rows, codes) >= 2
+    for total in (None, torch.zeros(rows, 70, device=device)):
         close(linear(x.to(device), add_to=total), exact)
 
 
 def test_rows_up_to_a_power_of_two_are_split_alike() -> None:
+    from streamer.kernels.gpu.linear.codes import Codes
     from streamer.kernels.gpu.linear.multiply import num_splits
 
-    for outputs, tiles in ((1024, 8), (4096, 112), (152_000, 32), (64, 1)):
-        for rows in (5, 8, 33, 64, 65, 1000):
+    for n, k in ((1024, 1024), (4096, 14_336), (152_000, 128), (64, 16)):
+        weight = made(1, k, **FORMS["4 bits, zero 8, groups of 32"])
+        codes = Codes([weight], torch.bfloat16)
+        codes.shape = (n, k)
+        for rows in (5, 8, 33, 64, 65, 100):
             upper = 1 << (rows - 1).bit_length()
-            assert num_splits(rows, outputs, tiles) == num_splits(upper, outputs, tiles)
-            assert 1 <= num_splits(rows, outputs, tiles) <= max(1, tiles // 4)
+            assert num_splits(rows, codes) == num_splits(upper, codes)
+        for rows in (1, 2, 3, 100):
+            assert 1 <= num_splits(rows, codes) <= max(1, codes.blocks // 16)
+
+
+def test_many_rows_take_the_weight_in_pieces(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into outputs beside others, the last piece shorter; columns in an order of their own."""
+    from streamer.kernels.gpu.linear import many_rows
+
+    weight = made(70, 200, **FORMS["6 bits, offsets, groups of 16, order"])
+    bias = torch.randn(70, generator=torch.Generator().manual_seed(9))
+    x = torch.randn(129, 200, generator=torch.Generator().manual_seed(1))
+    exact = F.linear(x.double(), dequantize(weight).double(), bias.double())
+    linear = packed(device, [weight], bias, dtype=torch.float32)
+    monkeypatch.setattr(many_rows, "PIECE_BYTES", 32 * 200 * 4)
+    sizes: list[int] = []
+    widen = type(linear._parts[0].codes).widen
+
+    def noted(codes: Any, first: int, out: torch.Tensor) -> None:
+        sizes.append(len(out))
+        widen(codes, first, out)
+
+    monkeypatch.setattr(type(linear._parts[0].codes), "widen", noted)
+    out = torch.full((129, 90), 7.0, device=device)
+    linear._parts[0].multiply(x.to(device), bias.to(device), out[:, 10:80], is_added=False)
+    assert sizes == [32, 32, 6]
+    close(out[:, 10:80], exact)
+    assert bool((out[:, :10] == 7.0).all() & (out[:, 80:] == 7.0).all())
+    close(linear(x.to(device), add_to=out[:, 10:80]), 2 * exact)
 
 
 def test_scales_are_halved_where_no_bit_counts(device: str) -> None:
