@@ -44,7 +44,8 @@ class Codes:
                  weight is computed in it
     group        columns of a scale; 0: the whole row
     bits         4 or 8;  is_float  whether 8 bits are an e4m3 number
-    zero, table  as in QuantizedWeight, the table int64 [2], a value a byte, the first ones lowest
+    zero, table  as in QuantizedWeight, the table int64 [2 + 8]: a value a byte, the first ones
+                 lowest, and then values minus zero as float32
     permutation  int64 [K] or None
     """
 
@@ -64,7 +65,9 @@ class Codes:
         self.group = 0 if first.group >= k else first.group
         self.table = None
         if first.table is not None:
-            self.table = first.table.to(device, torch.uint8).contiguous().view(torch.int64)
+            values = first.table.to(device, torch.uint8).contiguous()
+            numbers = values.float() - self.zero
+            self.table = torch.cat([values.view(torch.int64), numbers.view(torch.int64)])
         self.permutation = None if first.permutation is None else first.permutation.to(device)
         self.words = torch.cat([pack(part.codes, self.bits) for part in parts])
         # by outputs, however they come: so cat makes them, and the kernel reads them
@@ -196,6 +199,14 @@ def number(
         x = lifted(words, lift16, lift256, E, BITS)
         x -= (16 if BITS == 4 and E % 2 == 1 else 256) + ZERO
     return x
+
+
+@triton.jit
+def looked_up(words, table_ptr, E: tl.constexpr):
+    """Code E of each word of 4 bits [BLOCKS, N, 4] as float32, by a load, for loops that are not
+    pipelined; it says that blocks lie closest for no more than the lanes' order."""
+    numbers = (table_ptr + 2).to(tl.pointer_type(tl.float32), bitcast=True)
+    return tl.load(numbers + tl.max_contiguous((words >> (4 * E)) & 15, [2, 1, 1]))
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from streamer.kernels.gpu.common import power_of_2
-from streamer.kernels.gpu.linear.codes import Codes, group_of, halves_of, lifted, number
+from streamer.kernels.gpu.linear.codes import Codes, group_of, lifted, looked_up, number
 
 # Unmeasured. Instructions of the loop for a code of 4 bits in groups of 32, counted: 3.6 for one
 # row, 5.1 for two, 10.0 for four, and 5.8 in multiply.py for up to 16. For 28,672 x 4,096, one for
@@ -31,7 +31,7 @@ ENOUGH = 512  # programs, nearly 4 for each multiprocessor of an H100 or H200, s
 
 
 @triton.jit
-def _block_sums(x_ptr, x_row, rows, k, words, lifts, halves, width, HALF: tl.constexpr,
+def _block_sums(x_ptr, x_row, rows, k, words, lifts, table_ptr, width, HALF: tl.constexpr,
                 COUNT: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,
                 IS_FLOAT: tl.constexpr, HAS_TABLE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Of each row of x and COUNT codes of each word: the sums of x times code, [BLOCKS, OUTPUTS],
@@ -47,9 +47,10 @@ def _block_sums(x_ptr, x_row, rows, k, words, lifts, halves, width, HALF: tl.con
     for e in tl.static_range(COUNT):
         if IS_LIFTED:
             w = lifted(words, lifts[0], lifts[1], HALF * COUNT + e, BITS)
+        elif HAS_TABLE:
+            w = looked_up(words, table_ptr, HALF * COUNT + e)
         else:
-            w = number(words, lifts[0], lifts[1], halves, HALF * COUNT + e, BITS, ZERO, IS_FLOAT,
-                       HAS_TABLE)  # fmt: skip
+            w = number(words, lifts[0], lifts[1], 0, HALF * COUNT + e, BITS, ZERO, IS_FLOAT, False)
         new_products = ()
         new_raised = ()
         new_sums = ()
@@ -127,7 +128,6 @@ def _few_kernel(
     wide_n = tl.minimum(n, outputs - 1).to(tl.int64)
     words_at = (wide_n * row_words)[None, :, None] + tl.arange(0, 4)[None, None, :]
     groups_at = (wide_n * groups)[None, :]
-    halves = halves_of(table_ptr, HAS_TABLE)
     blocks = row_words // 4
     steps = tl.cdiv(blocks, BLOCKS)
     per_split = tl.cdiv(steps, splits)
@@ -154,8 +154,8 @@ def _few_kernel(
             if HAS_OFFSETS:
                 offset = tl.load(offsets_ptr + g).to(tl.float32)
             totals, of_x = _block_sums(
-                x_ptr, x_row, rows, k, words, (lift16, lift256), halves, width, half, PER // HALVES,
-                BITS, ZERO, IS_FLOAT, HAS_TABLE, ROWS,
+                x_ptr, x_row, rows, k, words, (lift16, lift256), table_ptr, width, half,
+                PER // HALVES, BITS, ZERO, IS_FLOAT, HAS_TABLE, ROWS,
             )  # fmt: skip
             new_acc = ()
             for m in tl.static_range(ROWS):

@@ -29,10 +29,11 @@ from streamer.kernels.gpu.linear.codes import (
 )
 from streamer.kernels.gpu.linear.many_rows import multiply_many
 
-# Unmeasured; chosen so that no register is spilled (tests/kernels/gpu/test_compile.py).
-OUTPUTS = {16: 64, 32: 64, 64: 128}  # of a program by its rows of x; a warp has 16
+# Unmeasured; chosen by what tests/kernels/gpu/test_compile.py says of registers.
+OUTPUTS = {16: 64, 32: 128, 64: 128}  # of a program by its rows of x; a warp has 16
 MAX_ROWS = max(OUTPUTS)  # of x in a program
 STAGES = 4
+REGISTERS = 128  # of a thread, at most: 16 warps a multiprocessor, for which 24 bytes are spilled
 ENOUGH = 264  # programs of 64 outputs: two for each multiprocessor of an H100 or H200
 MIN_TILES = 4  # of words in a program's part of K
 MAX_SPLITS = 8
@@ -55,11 +56,12 @@ def _scales(
         block = tile * 4 + tl.arange(0, 4)
         for half in tl.static_range(HALVES):
             g = groups_at + group_of(block, half, groups, GROUP, COLUMNS)[None, :]
-            found = found + (tl.load(scales_ptr + g),)
+            # blocks are said to lie closer than rows, so that lanes have what their words need
+            found = found + (tl.load(scales_ptr + tl.max_contiguous(g, [1, 2])),)
         if HAS_OFFSETS:
             for half in tl.static_range(HALVES):
                 g = groups_at + group_of(block, half, groups, GROUP, COLUMNS)[None, :]
-                found = found + (tl.load(offsets_ptr + g),)
+                found = found + (tl.load(offsets_ptr + tl.max_contiguous(g, [1, 2])),)
     return found
 
 
@@ -303,6 +305,7 @@ def _multiply_medium(
         WARPS=outputs // 16,
         UPCAST=IS_INTERPRETED and x.dtype is torch.bfloat16,
         num_warps=outputs // 16,
+        maxnreg=REGISTERS if x.element_size() == 2 else None,  # float32 is not made for speed
         **ends,
         **codes.arguments(),
     )

@@ -37,6 +37,7 @@ LOOPS = {*PRODUCTS, "_cut_kernel"}  # whose loads go on while they compute
 # Bytes a thread may spill, by label: a float32 model over a quantized pool, which is not made for
 # speed. Wide and narrow 264 and 232 with Triton 3.9.0, 224 and 208 with 3.6.0; the others nothing.
 SPILLED_BYTES = {"fp32 codes": 264}
+CAPPED, CAPPED_BYTES = "_multiply_kernel", 24  # with 64 rows, for a second program beside it
 
 
 def test_every_kernel_compiles_and_keeps_to_its_registers(tmp_path: Path) -> None:
@@ -67,6 +68,7 @@ def test_every_kernel_compiles_and_keeps_to_its_registers(tmp_path: Path) -> Non
     for made in seen:
         assert made["shared"] <= SHARED_BYTES, made
         most = SPILLED_BYTES.get(made["label"], 0) if made["kernel"] in ATTENTION else 0
+        most = CAPPED_BYTES if made["kernel"] == CAPPED else most
         assert made["stack"] <= most, made
         if made["kernel"] in LOOPS:
             assert made["overlap"] > 0, made
