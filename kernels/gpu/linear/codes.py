@@ -228,6 +228,26 @@ def group_of(block, half, groups, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
     return g
 
 
+@triton.jit
+def scales_of(
+    scales_ptr, offsets_ptr, groups_at, block, groups, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
+    HALVES: tl.constexpr, PER_GROUP: tl.constexpr, HAS_OFFSETS: tl.constexpr, ORDER: tl.constexpr,
+):  # fmt: skip
+    """A tuple of what rows that start at groups_at have for blocks: scales of them or of their
+    halves, then offsets. ORDER says which dimension lies closest, for no more than to have lanes
+    load what their words need."""
+    found = ()
+    if PER_GROUP:
+        for half in tl.static_range(HALVES):
+            g = groups_at + group_of(block, half, groups, GROUP, COLUMNS)
+            found = found + (tl.load(scales_ptr + tl.max_contiguous(g, ORDER)),)
+        if HAS_OFFSETS:
+            for half in tl.static_range(HALVES):
+                g = groups_at + group_of(block, half, groups, GROUP, COLUMNS)
+                found = found + (tl.load(offsets_ptr + tl.max_contiguous(g, ORDER)),)
+    return found
+
+
 @triton.jit(do_not_specialize=["first", "lift16", "lift256"])
 def _rows_kernel(
     # pointers: tokens int64 [T] or None, those of Codes, out [T, K]

@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 
 from streamer.kernels.gpu.common import power_of_2
-from streamer.kernels.gpu.linear.codes import Codes, group_of, lifted, looked_up, number
+from streamer.kernels.gpu.linear.codes import Codes, lifted, looked_up, number, scales_of
 
 # Unmeasured. Instructions of the loop for a code of 4 bits in groups of 32, counted: 3.6 for one
-# row, 5.1 for two, 10.0 for four, and 5.8 in multiply.py for up to 16. For 28,672 x 4,096, one for
+# row, 5.1 for two, 10.0 for four, and 5.2 in multiply.py for up to 32. For 28,672 x 4,096, one for
 # each code is 4 us of an H200.
 MAX_FEW = 2  # a power of two, as what is compiled for fewer is
 OUTPUTS = 8  # of a program, and of each of its threads
@@ -135,6 +135,9 @@ def _few_kernel(
     acc = ()
     for _ in tl.static_range(ROWS):
         acc = acc + (tl.zeros((BLOCKS, BLOCK_N), tl.float32),)
+    at = first * BLOCKS + tl.arange(0, BLOCKS)
+    ahead = scales_of(scales_ptr, offsets_ptr, groups_at, at[:, None], groups, GROUP, COLUMNS,
+                      HALVES, PER_GROUP, HAS_OFFSETS, [2, 1])  # fmt: skip
     for step in tl.range(first, tl.minimum(steps, first + per_split), loop_unroll_factor=UNROLL):
         at = step * BLOCKS + tl.arange(0, BLOCKS)
         block = tl.minimum(at, blocks - 1)
@@ -144,15 +147,16 @@ def _few_kernel(
             words_ptr + tl.max_contiguous(words_at + (block * 4)[:, None, None], [2, 1, 4])
         )
         k = at[:, None] * COLUMNS + tl.arange(0, 4)[None, :]
+        # of the next step: else they are asked for where they are needed, and waited for
+        found = ahead
+        ahead = scales_of(scales_ptr, offsets_ptr, groups_at, (at + BLOCKS)[:, None], groups, GROUP,
+                          COLUMNS, HALVES, PER_GROUP, HAS_OFFSETS, [2, 1])  # fmt: skip
         for half in tl.static_range(HALVES):
-            g = groups_at + group_of(block, half, groups, GROUP, COLUMNS)[:, None]
-            g = tl.max_contiguous(g, [2, 1])
-            scale = 1.0
+            scale, offset = 1.0, 0.0
             if PER_GROUP:
-                scale = tl.load(scales_ptr + g).to(tl.float32)
-            offset = scale
+                scale = found[half].to(tl.float32)
             if HAS_OFFSETS:
-                offset = tl.load(offsets_ptr + g).to(tl.float32)
+                offset = found[HALVES + half].to(tl.float32)
             totals, of_x = _block_sums(
                 x_ptr, x_row, rows, k, words, (lift16, lift256), table_ptr, width, half,
                 PER // HALVES, BITS, ZERO, IS_FLOAT, HAS_TABLE, ROWS,

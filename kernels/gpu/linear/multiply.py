@@ -21,11 +21,11 @@ from streamer.kernels.gpu.linear import few_rows
 from streamer.kernels.gpu.linear.codes import (
     TILE,
     Codes,
-    group_of,
     halves_of,
     in_order,
     lifted,
     number,
+    scales_of,
 )
 from streamer.kernels.gpu.linear.many_rows import multiply_many
 
@@ -45,33 +45,12 @@ MAX_MEDIUM = 128
 
 
 @triton.jit
-def _scales(
-    scales_ptr, offsets_ptr, groups_at, tile, groups, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
-    HALVES: tl.constexpr, PER_GROUP: tl.constexpr, HAS_OFFSETS: tl.constexpr,
-):  # fmt: skip
-    """A tuple of what a tile's rows have [BLOCK_N, 4]: scales of blocks or of their halves, then
-    offsets."""
-    found = ()
-    if PER_GROUP:
-        block = tile * 4 + tl.arange(0, 4)
-        for half in tl.static_range(HALVES):
-            g = groups_at + group_of(block, half, groups, GROUP, COLUMNS)[None, :]
-            # blocks are said to lie closer than rows, so that lanes have what their words need
-            found = found + (tl.load(scales_ptr + tl.max_contiguous(g, [1, 2])),)
-        if HAS_OFFSETS:
-            for half in tl.static_range(HALVES):
-                g = groups_at + group_of(block, half, groups, GROUP, COLUMNS)[None, :]
-                found = found + (tl.load(offsets_ptr + tl.max_contiguous(g, [1, 2])),)
-    return found
-
-
-@triton.jit
 def _widened(
     words, found, lift16, lift256, halves, HALF: tl.constexpr, COUNT: tl.constexpr,
     BITS: tl.constexpr, ZERO: tl.constexpr, IS_FLOAT: tl.constexpr, HAS_TABLE: tl.constexpr,
     PER_GROUP: tl.constexpr, HAS_OFFSETS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """A tuple of COUNT codes of each word as numbers, with scales and offsets of _scales where
+    """A tuple of COUNT codes of each word as numbers, with scales and offsets of scales_of where
     groups have them."""
     w = ()
     scale, offset = 1.0, 0.0
@@ -179,8 +158,9 @@ def _multiply_kernel(
     first = split * per_split
     end = tl.minimum(tiles, first + per_split)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    ahead = _scales(scales_ptr, offsets_ptr, groups_at, first, groups, GROUP, COLUMNS, HALVES,
-                    PER_GROUP, HAS_OFFSETS)  # fmt: skip
+    b = tl.arange(0, 4)[None, :]
+    ahead = scales_of(scales_ptr, offsets_ptr, groups_at, first * 4 + b, groups, GROUP, COLUMNS,
+                      HALVES, PER_GROUP, HAS_OFFSETS, [1, 2])  # fmt: skip
     for tile in tl.range(first, end, num_stages=STAGES):
         # [BLOCK_N, 4 blocks, 4]
         words = tl.load(words_at + tile * 16).reshape(BLOCK_N, 4, 4)
@@ -191,8 +171,8 @@ def _multiply_kernel(
             x = x.to(tl.float32)
         # Of the next tile: loads of two bytes can't be pipelined, and would be waited for.
         found = ahead
-        ahead = _scales(scales_ptr, offsets_ptr, groups_at, tile + 1, groups, GROUP, COLUMNS,
-                        HALVES, PER_GROUP, HAS_OFFSETS)  # fmt: skip
+        ahead = scales_of(scales_ptr, offsets_ptr, groups_at, tile * 4 + 4 + b, groups, GROUP,
+                          COLUMNS, HALVES, PER_GROUP, HAS_OFFSETS, [1, 2])  # fmt: skip
         w = ()
         for half in tl.static_range(HALVES):
             w = w + _widened(words, found, lift16, lift256, halves, half, PER // HALVES, BITS, ZERO,
