@@ -11,8 +11,7 @@ import triton.language as tl
 
 from streamer.kernels.gpu.attention.tile import split_of
 
-# Unmeasured.
-MIN_SPLIT = 256  # keys below which a decode is not split
+MIN_SPLIT = 512  # keys below which a decode is not split; see docs/kernels.md
 MAX_SPLITS = 16  # programs that may share a decode
 BLOCK = 256  # tiles at once
 

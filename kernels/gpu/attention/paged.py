@@ -31,14 +31,17 @@ from streamer.kernels.gpu.attention.tile import attend, split_of
 from streamer.kernels.gpu.common import IS_INTERPRETED, power_of_2
 from streamer.kernels.quantized import LIMITS, scales_of
 
-# Unmeasured; chosen so that all compiles for sm_90 without spilling a register, and loads go on
-# while tiles are multiplied (tests/kernels/gpu/test_compile.py).
+# Tried on an H200, see docs/kernels.md.
 NARROW = 16  # rows of a decode's tile: the minimum of tl.dot
-WIDE = 64  # rows of a prefill's tile; half in float32 and beyond 128 dimensions
-KEY_ELEMENTS = {2: 8192, 4: 2048}  # elements of a tile of K, by bytes of one
-MAX_KEYS = 64  # of a tile
+WIDE = 128  # rows of a prefill's tile; half beyond 128 dimensions, a quarter in float32
+KEY_ELEMENTS = {1: 16384, 2: 8192, 4: 2048}  # elements of a tile of K, by bytes of one
+MAX_KEYS = 128  # of a tile
 STAGES = 3  # at two no load goes on while tiles are multiplied
-PROGRAMS = 1056  # that share the items of narrow tiles: 8 for each multiprocessor of an H200
+# A decode's tile of keys is small, and one warp's: nothing waits for other warps, and many programs
+# are resident, each with loads under way.
+NARROW_ELEMENTS = 2048
+WARP_SUMS = 2048  # of a decode's tile that a warp holds in registers
+PROGRAMS = 2112  # that share the items of narrow tiles: 16 for each multiprocessor of an H200
 
 
 # Arguments that change from step to step must not cause another compilation.
@@ -220,7 +223,9 @@ def _merge_kernel(
 class _Shape:
     """Tile sizes of one head shape and dtype: the same in every launch."""
 
-    __slots__ = ("dim_pad", "keys", "narrow", "share", "stages", "warps", "wide")
+    __slots__ = (
+        "dim_pad", "keys", "narrow", "narrow_warps", "share", "warps", "wide", "wide_keys",
+    )  # fmt: skip
 
     def __init__(
         self, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, pool_dtype: torch.dtype
@@ -229,14 +234,17 @@ class _Shape:
         self.share = heads // kv_heads
         self.dim_pad = max(16, power_of_2(dim))
         self.narrow = max(NARROW, power_of_2(self.share))
-        is_large = item_bytes == 4 or self.dim_pad > 128
-        self.wide = max(WIDE // 2 if is_large else WIDE, self.narrow)
-        self.keys = min(MAX_KEYS, max(16, KEY_ELEMENTS[item_bytes] // self.dim_pad))
-        # Codes are widened in registers: with 4 warps Triton 3.6.0 spills 96 bytes of them, and
-        # 272 of float32, which no tensor core multiplies.
+        parts = 4 if item_bytes == 4 else 2 if self.dim_pad > 128 else 1
+        self.wide = max(WIDE // parts, self.narrow)
+        # a quantized pool's in a model of float32 is as large as the model's own
+        elements = KEY_ELEMENTS[4 if item_bytes == 4 else pool_dtype.itemsize]
+        self.wide_keys = min(MAX_KEYS, max(16, elements // self.dim_pad))
+        warps = max(1, self.narrow * self.dim_pad // WARP_SUMS)
+        self.narrow_warps = min(8, 4 * warps if item_bytes == 4 else warps)
+        self.keys = min(self.wide_keys, max(16 * warps, NARROW_ELEMENTS // self.dim_pad))
+        # Codes are widened in registers, which spill with 4 warps and more than 128 dimensions.
         is_heavy = item_bytes == 4 or self.wide > 64 or pool_dtype in LIMITS
         self.warps = 8 if is_heavy else 4
-        self.stages = STAGES
 
     @property
     def tile_tokens(self) -> tuple[int, int]:
@@ -287,11 +295,15 @@ def paged_attention(
         "HAS_SOFTCAP": softcap is not None,
         "HAS_SCALES": has_scales,
         "UPCAST": IS_INTERPRETED and q.dtype is torch.bfloat16,
-        "num_stages": shape.stages,
     }
     if rows.num_wide:
         _wide_kernel[(rows.num_wide, kv_heads)](
-            tiles_ptr=rows.tiles, BLOCK_M=shape.wide, num_warps=shape.warps, **both
+            tiles_ptr=rows.tiles,
+            BLOCK_M=shape.wide,
+            BLOCK_KEYS=shape.wide_keys,
+            num_warps=shape.warps,
+            num_stages=STAGES,
+            **both,
         )
     if rows.num_narrow:
         _launch_narrow(rows, shape, kv_heads, both, shared)
@@ -313,6 +325,7 @@ def _launch_narrow(
         "maxima_ptr": room[stats * dim :],
         "sums_ptr": room[stats * (dim + 1) :],
         "splits": splits,
+        "BLOCK_KEYS": shape.keys,
         "MIN_KEYS": items.MIN_SPLIT,
         "MOST_SPLITS": items.MAX_SPLITS,
     }
@@ -321,12 +334,13 @@ def _launch_narrow(
     _narrow_kernel[(programs, kv_heads)](
         items_ptr=rows.items(queries, window, shape.keys),
         BLOCK_M=shape.narrow,
-        num_warps=4,
+        num_warps=shape.narrow_warps,
+        num_stages=STAGES,
         **both,
         **split,
     )
     if splits > 1:
-        _merge_kernel[(rows.num_narrow, heads)](QUERIES=queries, num_warps=4, **shared, **split)
+        _merge_kernel[(rows.num_narrow, heads)](QUERIES=queries, num_warps=1, **shared, **split)
 
 
 def _shared_arguments(
@@ -346,7 +360,6 @@ def _shared_arguments(
         "HEADS": out.shape[1],
         "D": out.shape[2],
         "D_PAD": shape.dim_pad,
-        "BLOCK_KEYS": shape.keys,
         "HAS_WINDOW": window is not None,
         "HAS_SINKS": sinks is not None,
     }

@@ -21,6 +21,8 @@ tests/gpu/test_large.py holds 131,072 keys against float64.
 import triton
 import triton.language as tl
 
+from streamer.kernels.gpu.attention.widen import widened
+
 
 @triton.jit
 def split_of(
@@ -52,6 +54,20 @@ def split_of(
     used = tl.cdiv(tiles, per_split)
     begin += split * per_split * BLOCK_KEYS
     return begin, tl.minimum(end, begin + per_split * BLOCK_KEYS), used
+
+
+@triton.jit
+def scales_of(scales_at, is_key):
+    """Scales [BLOCK_KEYS], each loaded four times: fewer loads than threads Triton repeats for each
+    layout in which they or their addresses are used, 16 loads a thread and their addresses."""
+    at = scales_at[:, None] + tl.zeros((1, 4), tl.int32)
+    return tl.max(tl.load(at, mask=is_key[:, None], other=0.0), 1)
+
+
+@triton.jit
+def capped(scores, scale, softcap):
+    """softcap * tanh(scores * scale / softcap); tanh(x) is 1 - 2 / (exp(2 * x) + 1)."""
+    return softcap * (1.0 - 2.0 / (tl.exp(scores * (2.0 * scale / softcap)) + 1.0))
 
 
 @triton.jit
@@ -128,6 +144,11 @@ def attend(
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
+    to_log2 = LOG2_E if HAS_SOFTCAP else scale * LOG2_E  # of scores, for exp2; positive
+    # Keys [whole_begin, whole_end) are seen by every query of the tile.
+    whole_begin, whole_end = context, tl.minimum(end, context - queries + first + 1)
+    if HAS_WINDOW:
+        whole_begin = context - queries + first + QUERIES - window
     # The blocks of a tile are read one tile before its keys: loads whose addresses come from a
     # load of the same round are not started ahead (at two stages none were).
     block = tl.load(table + (begin + n) // BLOCK_SIZE, mask=begin + n < end, other=0)
@@ -145,25 +166,31 @@ def attend(
         # [BLOCK_KEYS, D_PAD] each
         k = tl.load(kv_at, mask=is_loaded, other=0.0)
         v = tl.load(kv_at + pool_side, mask=is_loaded, other=0.0)
-        k, v = k.to(q.dtype), v.to(q.dtype)
+        if HAS_SCALES:
+            k, v = widened(k, q.dtype), widened(v, q.dtype)
+        else:
+            k, v = k.to(q.dtype), v.to(q.dtype)
         # [BLOCK_M, BLOCK_KEYS]; "ieee": float32 is multiplied as float32, not as TF32
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if HAS_SCALES:
             scales_at = scales_ptr + head_at // 4 + key % BLOCK_SIZE
-            # [BLOCK_KEYS] each
-            k_scale = tl.load(scales_at, mask=is_key, other=0.0)
-            v_scale = tl.load(scales_at + pool_side // 4, mask=is_key, other=0.0)
-            scores *= k_scale[None, :]
-        if HAS_SOFTCAP:  # tanh(x) is 1 - 2 / (exp(2 * x) + 1)
-            scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (2.0 / softcap)) + 1.0))
-        is_seen = is_key[None, :] & (key[None, :] <= position[:, None])
+            v_scale = scales_of(scales_at + pool_side // 4, is_key)
+            scores *= scales_of(scales_at, is_key)[None, :]
+        if HAS_SOFTCAP:
+            scores = capped(scores, scale, softcap)
+        # Most tiles are seen whole, by all queries.
+        is_edge = first_key + BLOCK_KEYS > whole_end
         if HAS_WINDOW:
-            is_seen = is_seen & (key[None, :] > position[:, None] - window)
-        scores = tl.where(is_seen, scores * LOG2_E, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
+            is_edge = is_edge | (first_key < whole_begin)
+        if is_edge:
+            is_seen = is_key[None, :] & (key[None, :] <= position[:, None])
+            if HAS_WINDOW:
+                is_seen = is_seen & (key[None, :] > position[:, None] - window)
+            scores = tl.where(is_seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1) * to_log2)
         # Until a row has seen a key its maximum is -inf, and -inf - -inf is NaN.
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(scores - shift[:, None])
+        weights = tl.exp2(scores * to_log2 - shift[:, None])
         keep = tl.exp2(top - shift)
         total = total * keep + tl.sum(weights, 1)
         if HAS_SCALES:  # fma: else Triton folds the addition into the dot's sum

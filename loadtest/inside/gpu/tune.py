@@ -41,18 +41,22 @@ def _attention(name: str, values: tuple[object, ...]) -> list[Choice]:
 
 
 DECODES = [
-    *_attention("PROGRAMS", (264, 528, 1056, 4224)),
-    *_attention("STAGES", (2, 3, 4)),
-    *(Choice("paged", {"KEY_ELEMENTS": {2: n, 4: 2048}, "MAX_KEYS": 128}) for n in (4096, 16384)),
-    *(Choice("items", {"MIN_SPLIT": n}) for n in (128, 256, 512)),
+    *_attention("PROGRAMS", (528, 1056, 4224)),
+    *_attention("STAGES", (2, 4)),
+    *_attention("NARROW_ELEMENTS", (4096, 8192)),
+    *(Choice("items", {"MIN_SPLIT": n}) for n in (128, 256, 1024)),
 ]
-PREFILLS = [*_attention("WIDE", (32, 64, 128)), *_attention("STAGES", (2, 3, 4))]
+PREFILLS = [
+    *_attention("WIDE", (32, 64)),
+    *_attention("STAGES", (2, 4)),
+    *_attention("KEY_ELEMENTS", ({1: 8192, 2: 4096, 4: 2048}, {1: 16384, 2: 16384, 4: 2048})),
+]
 LINEARS = [  # compiled anew for each form, in one to three seconds each
     *(Choice("few_rows", {"OUTPUTS": n}) for n in (4, 16)),
     Choice("few_rows", {"MAX_FEW": 4}),
     *(Choice("multiply", {"OUTPUTS": {16: n, 32: n, 64: n}}) for n in (64, 128)),
     *(Choice("multiply", {"MAX_MEDIUM": n}) for n in (32, 256)),
-    Choice("many_rows", {"PIECE_BYTES": 256 << 20}),
+    Choice("many_rows", {"PIECE_BYTES": 64 << 20}),
 ]
 
 

@@ -200,14 +200,14 @@ def test_every_tile_that_is_tuned_is_another() -> None:
     def tile(choice: gpu_tune.Choice) -> tuple[int, ...]:
         with gpu_tune._set(choice, cuda):
             shape = paged._Shape(16, 8, 128, torch.bfloat16, torch.bfloat16)
-            return shape.keys, shape.narrow, shape.wide, shape.stages
+            return shape.keys, shape.wide_keys, shape.narrow, shape.wide, paged.STAGES
 
     used = tile(gpu_tune.Choice("paged", {}))
     for choices in (gpu_tune.DECODES, gpu_tune.PREFILLS):
         others = [
             tile(choice)
             for choice in choices
-            if {"KEY_ELEMENTS", "STAGES", "WIDE"} & choice.values.keys()
+            if {"KEY_ELEMENTS", "NARROW_ELEMENTS", "STAGES", "WIDE"} & choice.values.keys()
             and any(getattr(paged, name) != value for name, value in choice.values.items())
         ]
         assert len({used, *others}) == 1 + len(others) >= 5

@@ -101,6 +101,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     from triton.runtime.interpreter import InterpretedFunction
 
     from streamer.kernels.gpu import backend, decode_step, mixed_step
+    from streamer.kernels.gpu.attention import items
     from streamer.kernels.gpu.linear import fp8, multiply
     from streamer.kernels.gpu.sampling import sample
 
@@ -108,6 +109,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(Where, "make", LateDevice)
     monkeypatch.setattr(ops, "choose", lambda device: backend)
     monkeypatch.setattr(fallback, "_compare", lambda *_: None)  # with what was not computed
+    monkeypatch.setattr(items, "MIN_SPLIT", 128)
     monkeypatch.setattr(multiply, "MIN_TILES", 1)  # so that small weights are split too, but
     monkeypatch.setattr(multiply, "ENOUGH", 16)  # not beyond 128 rows
     monkeypatch.setattr(fp8, "has_products", lambda device: True)
