@@ -1,4 +1,4 @@
-"""Linear layers: torch's own matrix products, followed by the gates' activation.
+"""Linear layers: torch's own matrix products but for one row or two, and the gates' activation.
 
 cuBLAS chooses its kernel by the number of rows, so a row's last bits may depend on the number
 of rows here; ops.Linear rules that out only for the CPU's backends. Called by packed.py.
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from streamer.kernels.gpu.linear.activation import gate
 from streamer.kernels.gpu.linear.embedding import embedding
+from streamer.kernels.gpu.linear.few_dense import multiply_few_dense, serves
 
 
 class Linear:
@@ -26,6 +27,10 @@ class Linear:
 
     def __call__(self, x: torch.Tensor, *, add_to: torch.Tensor | None = None) -> torch.Tensor:
         """See ops.Linear."""
+        if serves(x, self.weight):
+            y = x.new_empty(len(x), self.shape[0]) if add_to is None else add_to
+            multiply_few_dense(x, self.weight, self.bias, y, is_added=add_to is not None)
+            return y if self.activation is None else gate(y, self.activation)
         if add_to is not None:
             if self.bias is None:  # one call, and one rounding
                 return add_to.addmm_(x, self.weight.t())
@@ -51,6 +56,9 @@ class Dense:
         self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *, is_added: bool
     ) -> None:
         """out = x @ weight.T + bias, or is increased by that."""
+        if serves(x, self.weight):
+            multiply_few_dense(x, self.weight, bias, out, is_added=is_added)
+            return
         y = F.linear(x, self.weight, bias)
         if is_added:
             out.add_(y)

@@ -1,5 +1,8 @@
 """FP8 products: x quantized for each token, by torch's own kernel, where the device has them.
 
+One row or two are multiplied as they are (few_dense.py): torch's kernel and its preparations take
+longer than reading the weight.
+
 Serves weights of e4m3 with a scale for each output; those with groups are widened instead
 (multiply.py). Called by packed.py.
 """
@@ -12,6 +15,7 @@ import triton.language as tl
 
 from streamer.kernels.gpu.cache.quantize import scales_and_codes
 from streamer.kernels.gpu.common import power_of_2
+from streamer.kernels.gpu.linear.few_dense import multiply_few_dense, serves
 from streamer.kernels.quantized import LIMITS
 from streamer.kernels.weights import QuantizedWeight
 
@@ -39,6 +43,9 @@ class Fp8:
         The sums keep float32: use_fast_accum would leave Hopper 14 bits of them.
         """
         if not len(x):
+            return
+        if serves(x, self._codes):
+            multiply_few_dense(x, self._codes, bias, out, is_added=is_added, scales=self._scales)
             return
         codes, scales = quantize_rows(x)
         y = torch._scaled_mm(

@@ -28,7 +28,7 @@ KERNELS = {
     *("_gate_kernel", "_embedding_kernel", "_copy_kernel", "_best_chunk_kernel"),
     *("_best_of_chunks_kernel", "_draw_kernel", "_choose_kernel", "_cut_kernel"),
     *("_prepare_kernel", "_commit_kernel", "_multiply_kernel", "_sum_kernel", "_rows_kernel"),
-    *("_few_kernel", "_quantize_kernel"),
+    *("_few_kernel", "_few_dense_kernel", "_quantize_kernel"),
 }
 ATTENTION = {"_wide_kernel", "_narrow_kernel"}
 PRODUCTS = {*ATTENTION, "_multiply_kernel"}
