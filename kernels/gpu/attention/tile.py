@@ -50,7 +50,8 @@ def split_of(
     per_split = tiles
     if MOST_SPLITS > 1:
         per_split = tl.maximum(MIN_KEYS // BLOCK_KEYS, tl.cdiv(tiles, MOST_SPLITS))
-    per_split = tl.maximum(1, per_split)
+    used = tl.cdiv(tiles, tl.maximum(1, per_split))
+    per_split = tl.maximum(1, tl.cdiv(tiles, tl.maximum(1, used)))  # of nearly equal lengths
     used = tl.cdiv(tiles, per_split)
     begin += split * per_split * BLOCK_KEYS
     return begin, tl.minimum(end, begin + per_split * BLOCK_KEYS), used

@@ -196,7 +196,7 @@ def splits_used(context: int, window: int, keys: int) -> int:
     tiles = -(-(context - begin) // keys)
     used = -(-tiles // max(MIN_SPLIT // keys, -(-tiles // MAX_SPLITS)))
     assert used <= MAX_SPLITS
-    return used
+    return -(-tiles // -(-tiles // used))
 
 
 def rows_of(spans: list[int], queries: Any) -> Any:
