@@ -18,11 +18,13 @@ over long contexts are as precise as without quantization: tile.py says how.
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import driver
 
 from streamer.kernels.batch import AttentionBatch
 from streamer.kernels.gpu.attention import items
@@ -33,14 +35,14 @@ from streamer.kernels.quantized import LIMITS, scales_of
 
 # Tried on an H200, see docs/kernels.md.
 NARROW = 16  # rows of a decode's tile: the minimum of tl.dot
-WIDE = 128  # rows of a prefill's tile; half beyond 128 dimensions, a quarter in float32
+WIDE = 128  # rows of a prefill's tile; half beyond 128 dimensions, a quarter beyond 256, in float32
 KEY_ELEMENTS = {1: 16384, 2: 8192, 4: 2048}  # elements of a tile of K, by bytes of one
 MAX_KEYS = 128  # of a tile
 STAGES = 3  # at two no load goes on while tiles are multiplied
 # A decode's tile of keys is small, and one warp's: nothing waits for other warps, and many programs
 # are resident, each with loads under way.
 NARROW_ELEMENTS = 2048
-WARP_SUMS = 2048  # of a decode's tile that a warp holds in registers
+WARP_SUMS = 2048  # of a decode's tile that one warp holds in registers; more are four warps'
 PROGRAMS = 2112  # that share the items of narrow tiles: 16 for each multiprocessor of an H200
 
 
@@ -224,24 +226,28 @@ class _Shape:
     """Tile sizes of one head shape and dtype: the same in every launch."""
 
     __slots__ = (
-        "dim_pad", "keys", "narrow", "narrow_warps", "share", "warps", "wide", "wide_keys",
+        "dim_pad", "keys", "narrow", "narrow_warps", "share", "stages", "warps", "wide",
+        "wide_keys",
     )  # fmt: skip
 
     def __init__(
-        self, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, pool_dtype: torch.dtype
-    ) -> None:
+        self, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, pool_dtype: torch.dtype,
+        *, is_large: bool = True,
+    ) -> None:  # fmt: skip
         item_bytes = dtype.itemsize
         self.share = heads // kv_heads
         self.dim_pad = max(16, power_of_2(dim))
         self.narrow = max(NARROW, power_of_2(self.share))
-        parts = 4 if item_bytes == 4 else 2 if self.dim_pad > 128 else 1
+        parts = 4 if item_bytes == 4 or self.dim_pad > 256 else 2 if self.dim_pad > 128 else 1
         self.wide = max(WIDE // parts, self.narrow)
         # a quantized pool's in a model of float32 is as large as the model's own
-        elements = KEY_ELEMENTS[4 if item_bytes == 4 else pool_dtype.itemsize]
+        elements = KEY_ELEMENTS[4 if item_bytes == 4 else pool_dtype.itemsize if is_large else 2]
+        self.stages = STAGES if is_large else 2
         self.wide_keys = min(MAX_KEYS, max(16, elements // self.dim_pad))
-        warps = max(1, self.narrow * self.dim_pad // WARP_SUMS)
-        self.narrow_warps = min(8, 4 * warps if item_bytes == 4 else warps)
-        self.keys = min(self.wide_keys, max(16 * warps, NARROW_ELEMENTS // self.dim_pad))
+        is_single = item_bytes == 2 and self.narrow * self.dim_pad <= WARP_SUMS
+        self.narrow_warps = 1 if is_single else 4
+        fewest = 16 if is_single else 32
+        self.keys = min(self.wide_keys, max(fewest, NARROW_ELEMENTS // self.dim_pad))
         # Codes are widened in registers, which spill with 4 warps and more than 128 dimensions.
         is_heavy = item_bytes == 4 or self.wide > 64 or pool_dtype in LIMITS
         self.warps = 8 if is_heavy else 4
@@ -250,6 +256,15 @@ class _Shape:
     def tile_tokens(self) -> tuple[int, int]:
         """Query tokens of a narrow and of a wide tile."""
         return self.narrow // self.share, self.wide // self.share
+
+
+@cache
+def _is_large(device: torch.device) -> bool:
+    """Whether a program may have Hopper's shared memory, 227 KB; an A100's have 163, others 99."""
+    if device.type != "cuda":
+        return True
+    properties = driver.active.utils.get_device_properties(device.index or 0)
+    return bool(properties["max_shared_mem"] > 200 << 10)
 
 
 def tile_tokens(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -269,7 +284,11 @@ def paged_attention(
 ) -> torch.Tensor:
     """See Backend.paged_attention. The output of a row without context is not written."""
     kv_heads = pool_layer.shape[2]
-    shape = _Shape(q.shape[1], kv_heads, q.shape[2], q.dtype, pool_layer.dtype)
+    if scale <= 0:
+        raise ValueError(f"scale is {scale}, and has to be positive")
+    shape = _Shape(
+        q.shape[1], kv_heads, q.shape[2], q.dtype, pool_layer.dtype, is_large=_is_large(q.device)
+    )
     rows = Rows.of(batch, *shape.tile_tokens)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     shared = _shared_arguments(out, rows, shape, sliding_window, sinks)
@@ -302,7 +321,7 @@ def paged_attention(
             BLOCK_M=shape.wide,
             BLOCK_KEYS=shape.wide_keys,
             num_warps=shape.warps,
-            num_stages=STAGES,
+            num_stages=shape.stages,
             **both,
         )
     if rows.num_narrow:
@@ -335,7 +354,7 @@ def _launch_narrow(
         items_ptr=rows.items(queries, window, shape.keys),
         BLOCK_M=shape.narrow,
         num_warps=shape.narrow_warps,
-        num_stages=STAGES,
+        num_stages=shape.stages,
         **both,
         **split,
     )

@@ -141,9 +141,9 @@ def wide_tiles(lens: Ints, contexts: Ints, is_wide: NDArray[np.bool_], wide: int
 def num_splits(rows: Rows, window: int, keys: int) -> int:
     """Parts to keep room for of each narrow tile: the largest number a row uses, to a power of two.
 
-    The kernels decide for each row (tile.split_of), and use no more than this. Where only the device knows
-    the contexts, the number is that of the longest possible context without a window: no shorter
-    one uses a greater power of two.
+    The kernels decide for each row (tile.split_of), and use no more than this. Where only the
+    device knows the contexts, the number is that of the longest possible context without a window:
+    no shorter one uses a greater power of two.
     """
     if not len(rows.spans):
         return 1

@@ -40,7 +40,7 @@ def split_of(
     """Keys [begin, end) of one split of a tile, and how many splits the tile has.
 
     The tile's query tokens are [first, first + QUERIES) of the row. Key tiles begin at multiples
-    of BLOCK_KEYS in every tile, so a query sums in the same order wherever a chunk was cut.
+    of BLOCK_KEYS in every wide tile, so a query of a chunk sums in one order wherever that was cut.
     """
     begin = context * 0
     if HAS_WINDOW:

@@ -17,18 +17,20 @@ HAS_ASSEMBLY = tl.constexpr(not IS_INTERPRETED)
 
 # Four codes of a register, $2, become two registers of two numbers, $0 and $1.
 #
-# bfloat16 0x4300 is 128 and 0x4380 256, and the last bit of either is 1: 0x4300 with a code's low
-# seven bits, less 0x4300 with its sign bit, is the code.
+# bfloat16 0x4300 is 128 and 0xC380 -256, and the last bit of either is 1: 0x4300 with a code's low
+# seven bits, and 0xC300 with its sign bit, are the code together. Before Hopper there is only the
+# fused multiply and add of bfloat16: 0x3F80 is 1, and 0x8000 -0.
 INT8_TO_BF16 = tl.constexpr("""{
-    .reg .b32 a, b, c, d, e, f;
+    .reg .b32 a, b, c, d, e, f, g;
+    mov.b32 g, 0x3F803F80;
     prmt.b32 a, $2, 0, 0x4140;
     prmt.b32 b, $2, 0, 0x4342;
     lop3.b32 c, a, 0x007F007F, 0x43004300, 0xEA;
     lop3.b32 d, b, 0x007F007F, 0x43004300, 0xEA;
-    lop3.b32 e, a, 0x00800080, 0x43004300, 0xEA;
-    lop3.b32 f, b, 0x00800080, 0x43004300, 0xEA;
-    sub.bf16x2 $0, c, e;
-    sub.bf16x2 $1, d, f;
+    lop3.b32 e, a, 0x00800080, 0xC300C300, 0xEA;
+    lop3.b32 f, b, 0x00800080, 0xC300C300, 0xEA;
+    fma.rn.bf16x2 $0, c, g, e;
+    fma.rn.bf16x2 $1, d, g, f;
 }""")
 # float16 0x6400 is 1024, and its last bit is 1: with a code + 128 it is 1152 + the code.
 INT8_TO_FP16 = tl.constexpr("""{
@@ -43,7 +45,7 @@ INT8_TO_FP16 = tl.constexpr("""{
 # An e4m3 number's exponent and mantissa at the end of bfloat16's exponent and the beginning of its
 # mantissa are 2**-120 of it, subnormal ones too. NaN becomes 480: its head's scale is NaN.
 E4M3_TO_BF16 = tl.constexpr("""{
-    .reg .b32 a, b, c, d, e;
+    .reg .b32 a, b, c, d, e, f;
     prmt.b32 a, $2, 0, 0x1404;
     prmt.b32 b, $2, 0, 0x3424;
     shr.u32 c, a, 4;
@@ -53,8 +55,9 @@ E4M3_TO_BF16 = tl.constexpr("""{
     lop3.b32 c, a, 0x80008000, c, 0xEA;
     lop3.b32 d, b, 0x80008000, d, 0xEA;
     mov.b32 e, 0x7B807B80;
-    mul.bf16x2 $0, c, e;
-    mul.bf16x2 $1, d, e;
+    mov.b32 f, 0x80008000;
+    fma.rn.bf16x2 $0, c, e, f;
+    fma.rn.bf16x2 $1, d, e, f;
 }""")
 E4M3_TO_FP16 = tl.constexpr("""{
     .reg .b16 a, b;

@@ -38,7 +38,7 @@ class Fp8:
     def multiply(
         self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *, is_added: bool
     ) -> None:
-        """As multiply.multiply, with the rounding of x to e4m3.
+        """As multiply.multiply, with the rounding of more than two rows of x to e4m3.
 
         The sums keep float32: use_fast_accum would leave Hopper 14 bits of them.
         """

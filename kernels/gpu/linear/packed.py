@@ -10,7 +10,7 @@ from itertools import groupby
 import torch
 
 from streamer.kernels.gpu.linear.activation import gate
-from streamer.kernels.gpu.linear.codes import SLICE, Codes, packed_bits
+from streamer.kernels.gpu.linear.codes import BLOCK, SLICE, Codes, packed_bits
 from streamer.kernels.gpu.linear.dense import Dense, Linear
 from streamer.kernels.gpu.linear.fp8 import Fp8, can_multiply
 from streamer.kernels.gpu.linear.multiply import multiply
@@ -109,7 +109,8 @@ def _form(part: Weight, dtype: torch.dtype, *, is_table: bool) -> object:
     if not is_table and can_multiply(part, dtype):
         return "fp8"
     k = part.shape[1]
-    if part.group < k and part.group % SLICE:
+    block = BLOCK * 32 // packed_bits(part)  # columns that a thread loads, of a group or of two
+    if part.group < k and part.group % block and part.group != SLICE:
         return None
     order = None if part.permutation is None else part.permutation.cpu().numpy().tobytes()
     table = None if part.table is None else bytes(part.table.tolist())

@@ -212,6 +212,30 @@ def test_scales_are_halved_where_no_bit_counts(device: str) -> None:
           .rows(torch.arange(8, device=device)), dequantize(tiny).double())  # fmt: skip
 
 
+@pytest.mark.parametrize("form", ["dense", "e4m3, a row"])
+def test_two_rows_go_into_a_slice_of_wider_outputs(
+    device: str, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """Beside which nothing is written."""
+    from streamer.kernels.gpu.linear import fp8
+    from streamer.kernels.gpu.linear.dense import Dense
+
+    monkeypatch.setattr(fp8, "has_products", lambda device: True)
+    weight = made(48, 128, **FORMS["e4m3, a row"])
+    exact_weight = dequantize(weight).double()
+    part: Any
+    if form == "dense":
+        exact_weight = exact_weight.bfloat16().double()
+        part = Dense(exact_weight.bfloat16().to(device))
+    else:
+        (part,) = packed(device, [weight], dtype=torch.bfloat16)._parts
+    x = torch.randn(2, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    wide = torch.full((2, 64), 7.0, dtype=torch.bfloat16, device=device)
+    part.multiply(x.to(device), None, wide[:, 8:56], is_added=False)
+    close(wide[:, 8:56].cpu(), F.linear(x.double(), exact_weight), 2.0**-7)
+    assert bool((wide[:, :8] == 7).all() & (wide[:, 56:] == 7).all())
+
+
 def test_fp8_products_where_the_device_has_them(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

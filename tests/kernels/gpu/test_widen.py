@@ -56,9 +56,10 @@ def and_or(a: int, b: int, c: int, table: int) -> int:
 def halves(dtype: torch.dtype, operation: Any) -> Any:
     """An instruction of two numbers in each register."""
 
-    def on(a: int, b: int) -> int:
-        x, y = (torch.tensor([n & 0xFFFF, n >> 16]).to(torch.uint16).view(dtype) for n in (a, b))
-        low, high = operation(x.double(), y.double()).to(dtype).view(torch.uint16).tolist()
+    def on(*words: int) -> int:
+        pairs = (torch.tensor([n & 0xFFFF, n >> 16]).to(torch.uint16).view(dtype) for n in words)
+        result = operation(*(pair.double() for pair in pairs))
+        low, high = result.to(dtype).view(torch.uint16).tolist()
         return int(high) << 16 | int(low)
 
     return on
@@ -78,8 +79,7 @@ OPERATIONS: dict[str, Any] = {
     "and.b32": lambda a, b: a & b,
     "shr.u32": lambda a, b: a >> b,
     "mov.b32": lambda a: a,
-    "sub.bf16x2": halves(BF16, torch.sub),
-    "mul.bf16x2": halves(BF16, torch.mul),
+    "fma.rn.bf16x2": halves(BF16, lambda x, y, z: x * y + z),
     "add.f16x2": halves(FP16, torch.add),
     "cvt.rn.f16x2.e4m3x2": converted,
 }
