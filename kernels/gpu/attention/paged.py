@@ -33,15 +33,17 @@ from streamer.kernels.gpu.attention.tile import attend, split_of
 from streamer.kernels.gpu.common import IS_INTERPRETED, power_of_2
 from streamer.kernels.quantized import LIMITS, scales_of
 
-# Tried on an H200, see docs/kernels.md.
+# Tried on an H200: docs/kernels.md.
 NARROW = 16  # rows of a decode's tile: the minimum of tl.dot
 WIDE = 128  # rows of a prefill's tile; half beyond 128 dimensions, a quarter beyond 256, in float32
-KEY_ELEMENTS = {1: 16384, 2: 8192, 4: 2048}  # elements of a tile of K, by bytes of one
-MAX_KEYS = 128  # of a tile
-STAGES = 3  # at two no load goes on while tiles are multiplied
-# A decode's tile of keys is small, and one warp's: nothing waits for other warps, and many programs
-# are resident, each with loads under way.
-NARROW_ELEMENTS = 2048
+# Of a prefill's tile of K, by bytes of an element: elements, keys at most.
+KEY_ELEMENTS = {1: 16384, 2: 8192, 4: 2048}
+MAX_KEYS = {1: 128, 2: 64, 4: 64}
+STAGES = 3  # of loads; at two none goes on while a tile is multiplied
+# A decode's tile is one warp's: it waits for no other, and many are resident, so that numbers of 16
+# bits need no third stage. By bytes of an element: elements of its tile of K, stages.
+NARROW_ELEMENTS = {1: 2048, 2: 4096, 4: 2048}
+NARROW_STAGES = {1: 3, 2: 2, 4: 3}
 WARP_SUMS = 2048  # of a decode's tile that one warp holds in registers; more are four warps'
 PROGRAMS = 2112  # that share the items of narrow tiles: 16 for each multiprocessor of an H200
 
@@ -226,8 +228,8 @@ class _Shape:
     """Tile sizes of one head shape and dtype: the same in every launch."""
 
     __slots__ = (
-        "dim_pad", "keys", "narrow", "narrow_warps", "share", "stages", "warps", "wide",
-        "wide_keys",
+        "dim_pad", "keys", "narrow", "narrow_stages", "narrow_warps", "share", "stages", "warps",
+        "wide", "wide_keys",
     )  # fmt: skip
 
     def __init__(
@@ -241,13 +243,15 @@ class _Shape:
         parts = 4 if item_bytes == 4 or self.dim_pad > 256 else 2 if self.dim_pad > 128 else 1
         self.wide = max(WIDE // parts, self.narrow)
         # a quantized pool's in a model of float32 is as large as the model's own
-        elements = KEY_ELEMENTS[4 if item_bytes == 4 else pool_dtype.itemsize if is_large else 2]
+        item = 4 if item_bytes == 4 else pool_dtype.itemsize
+        elements = KEY_ELEMENTS[item if is_large else max(2, item)]
         self.stages = STAGES if is_large else 2
-        self.wide_keys = min(MAX_KEYS, max(16, elements // self.dim_pad))
-        is_single = item_bytes == 2 and self.narrow * self.dim_pad <= WARP_SUMS
+        self.wide_keys = min(MAX_KEYS[item], max(16, elements // self.dim_pad))
+        is_single = item < 4 and self.narrow * self.dim_pad <= WARP_SUMS
         self.narrow_warps = 1 if is_single else 4
+        self.narrow_stages = NARROW_STAGES[item] if is_single else self.stages
         fewest = 16 if is_single else 32
-        self.keys = min(self.wide_keys, max(fewest, NARROW_ELEMENTS // self.dim_pad))
+        self.keys = min(self.wide_keys, max(fewest, NARROW_ELEMENTS[item] // self.dim_pad))
         # Codes are widened in registers, which spill with 4 warps and more than 128 dimensions.
         is_heavy = item_bytes == 4 or self.wide > 64 or pool_dtype in LIMITS
         self.warps = 8 if is_heavy else 4
@@ -354,7 +358,7 @@ def _launch_narrow(
         items_ptr=rows.items(queries, window, shape.keys),
         BLOCK_M=shape.narrow,
         num_warps=shape.narrow_warps,
-        num_stages=shape.stages,
+        num_stages=shape.narrow_stages,
         **both,
         **split,
     )

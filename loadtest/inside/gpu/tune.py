@@ -42,14 +42,17 @@ def _attention(name: str, values: tuple[object, ...]) -> list[Choice]:
 
 DECODES = [
     *_attention("PROGRAMS", (528, 1056, 4224)),
-    *_attention("STAGES", (2, 4)),
-    *_attention("NARROW_ELEMENTS", (4096, 8192)),
+    *_attention("NARROW_STAGES", ({1: 3, 2: 3, 4: 3}, {1: 3, 2: 4, 4: 3})),
+    *_attention("NARROW_ELEMENTS", ({1: 2048, 2: 2048, 4: 2048}, {1: 2048, 2: 8192, 4: 2048})),
     *(Choice("items", {"MIN_SPLIT": n}) for n in (128, 256, 1024)),
 ]
 PREFILLS = [
     *_attention("WIDE", (32, 64)),
     *_attention("STAGES", (2, 4)),
-    *_attention("KEY_ELEMENTS", ({1: 8192, 2: 4096, 4: 2048}, {1: 16384, 2: 16384, 4: 2048})),
+    Choice(
+        "paged",
+        {"KEY_ELEMENTS": {1: 16384, 2: 16384, 4: 2048}, "MAX_KEYS": {1: 128, 2: 128, 4: 64}},
+    ),
 ]
 LINEARS = [  # compiled anew for each form, in one to three seconds each
     *(Choice("few_rows", {"OUTPUTS": n}) for n in (4, 16)),

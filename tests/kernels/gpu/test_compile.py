@@ -33,7 +33,9 @@ KERNELS = {
 ATTENTION = {"_wide_kernel", "_narrow_kernel"}
 PRODUCTS = {*ATTENTION, "_multiply_kernel"}
 NUM_PARTS = 2  # compiled side by side
-LOOPS = {*PRODUCTS, "_cut_kernel"}  # whose loads go on while they compute
+# Whose loads go on while they compute; but for decodes over 16-bit pools: see paged.NARROW_STAGES.
+LOOPS = {*PRODUCTS, "_cut_kernel"}
+ONE_WARP = "_narrow_kernel", {"bf16", "fp16"}
 # Bytes a thread may spill, by label: a float32 model over a quantized pool, which is not made for
 # speed, and one over its own, 8 with Triton 3.6.0.
 SPILLED_BYTES = {"fp32": 8, "fp32 codes": 264}
@@ -70,7 +72,8 @@ def test_every_kernel_compiles_and_keeps_to_its_registers(tmp_path: Path) -> Non
         most = SPILLED_BYTES.get(made["label"], 0) if made["kernel"] in ATTENTION else 0
         most = CAPPED_BYTES if made["kernel"] == CAPPED else most
         assert made["stack"] <= most, made
-        if made["kernel"] in LOOPS:
+        is_one_warp = made["kernel"] == ONE_WARP[0] and made["label"] in ONE_WARP[1]
+        if made["kernel"] in LOOPS and not is_one_warp:
             assert made["overlap"] > 0, made
         dtype = made["label"].split()[0]
         if made["kernel"] in PRODUCTS:

@@ -200,14 +200,15 @@ def test_every_tile_that_is_tuned_is_another() -> None:
     def tile(choice: gpu_tune.Choice) -> tuple[int, ...]:
         with gpu_tune._set(choice, cuda):
             shape = paged._Shape(16, 8, 128, torch.bfloat16, torch.bfloat16)
-            return shape.keys, shape.wide_keys, shape.narrow, shape.wide, paged.STAGES
+            stages = shape.narrow_stages, shape.stages
+            return shape.keys, shape.wide_keys, shape.narrow, shape.wide, *stages
 
     used = tile(gpu_tune.Choice("paged", {}))
     for choices in (gpu_tune.DECODES, gpu_tune.PREFILLS):
         others = [
             tile(choice)
             for choice in choices
-            if {"KEY_ELEMENTS", "NARROW_ELEMENTS", "STAGES", "WIDE"} & choice.values.keys()
+            if not {"MIN_SPLIT", "PROGRAMS"} & choice.values.keys()
             and any(getattr(paged, name) != value for name, value in choice.values.items())
         ]
         assert len({used, *others}) == 1 + len(others) >= 5
