@@ -17,8 +17,8 @@ import triton.language as tl
 from streamer.kernels.gpu.common import power_of_2
 
 MAX_FEW = 2  # rows; a power of two, as what is compiled for fewer is
-# Of a weight in x's dtype. On an H200 (2026-11-27) a token of Qwen3-0.6B, whose head alone has more,
-# took 0.09 ms less of 1.52, though decodes' splits became longer; one of
+# Of a weight in x's dtype. On an H200 (2026-11-27) a token of Qwen3-0.6B, of whose matrices
+# the head alone has more, took 0.09 ms less of 1.52, though decodes' splits became longer; one of
 # Llama-3.1-8B, with this kernel for its matrices of 33 to 235 MB too, 0.3 ms more of 4.8.
 MAX_BYTES = 16 << 20
 MAX_COLUMNS = 1024  # of a step: 8 for each of 128 threads

@@ -37,7 +37,7 @@ ROWS = 8  # between two sizes of decodes, beyond the smallest
 # 4,096 in 7.3, so that larger steps hide it). The 6.4 ms of an 8B model are hidden behind 58, but
 # the event loop waits for the GIL meanwhile. The eight sizes beyond 1,024 take 0.2 GB more for 8B
 # (states of 8 KiB a token of each size, activations of the largest) and about a second to record.
-# By arithmetic; unmeasured on a GPU.
+# By arithmetic. An H200 took 1.9 and 5.2 ms for 64 and 512 tokens of Qwen3-0.6B, op by op 14 each.
 MIXED_SIZES = (
     *(32, 64, 96, 128),
     *(n << k for k in range(3) for n in (160, 192, 224, 256)),
