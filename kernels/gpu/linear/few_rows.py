@@ -20,9 +20,11 @@ import triton.language as tl
 from streamer.kernels.gpu.common import power_of_2
 from streamer.kernels.gpu.linear.codes import Codes, lifted, looked_up, number, scales_of
 
-# Unmeasured. Instructions of the loop for a code of 4 bits in groups of 32, counted: 3.6 for one
-# row, 5.1 for two, 10.0 for four, and 5.2 in multiply.py for up to 32. For 28,672 x 4,096, one for
-# each code is 4 us of an H200.
+# Instructions of the loop for a code of 4 bits in groups of 32, counted: 3.6 for one row, 5.1 for
+# two, 10.0 for four, and 5.2 in multiply.py for up to 32. For 28,672 x 4,096, one for each code is
+# 4 us of an H200, which took 25, 39 and 77 us, and 42 in multiply.py (2026-11-27). 4 and 16 outputs
+# took 29 and 28 for one row, 1 and 4 warps 27, two steps at once 25 and 52 for two rows; over codes
+# of 8 bits one warp took 31 for 35.
 MAX_FEW = 2  # a power of two, as what is compiled for fewer is
 OUTPUTS = 8  # of a program, and of each of its threads
 WARPS = 2  # of a program, each 32 blocks of K

@@ -29,7 +29,8 @@ from streamer.kernels.gpu.linear.codes import (
 )
 from streamer.kernels.gpu.linear.many_rows import multiply_many
 
-# Unmeasured; chosen by what tests/kernels/gpu/test_compile.py says of registers.
+# Chosen by what tests/kernels/gpu/test_compile.py says of registers. On an H200 2 and 3 stages, 132
+# and 528 programs and 128 outputs for up to 16 rows gained at most 5%, and lost up to half.
 OUTPUTS = {16: 64, 32: 128, 64: 128}  # of a program by its rows of x; a warp has 16
 MAX_ROWS = max(OUTPUTS)  # of x in a program
 STAGES = 4
