@@ -253,8 +253,7 @@ class _Shape:
         fewest = 16 if is_single else 32
         self.keys = min(self.wide_keys, max(fewest, NARROW_ELEMENTS[item] // self.dim_pad))
         # Codes are widened in registers, which spill with 4 warps and more than 128 dimensions.
-        is_heavy = item_bytes == 4 or self.wide > 64 or pool_dtype in LIMITS
-        self.warps = 8 if is_heavy else 4
+        self.warps = 8 if self.wide > 64 or pool_dtype in LIMITS else 4
 
     @property
     def tile_tokens(self) -> tuple[int, int]:
@@ -267,7 +266,7 @@ def _is_large(device: torch.device) -> bool:
     """Whether a program may have Hopper's shared memory, 227 KB; an A100's have 163, others 99."""
     if device.type != "cuda":
         return True
-    properties = driver.active.utils.get_device_properties(device.index or 0)
+    properties = driver.active.utils.get_device_properties(device.index)
     return bool(properties["max_shared_mem"] > 200 << 10)
 
 

@@ -58,7 +58,7 @@ def split_of(
 
 
 @triton.jit
-def scales_of(scales_at, is_key):
+def loaded(scales_at, is_key):
     """Scales [BLOCK_KEYS], each loaded four times: fewer loads than threads Triton repeats for each
     layout in which they or their addresses are used, 16 loads a thread and their addresses."""
     at = scales_at[:, None] + tl.zeros((1, 4), tl.int32)
@@ -175,8 +175,8 @@ def attend(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if HAS_SCALES:
             scales_at = scales_ptr + head_at // 4 + key % BLOCK_SIZE
-            v_scale = scales_of(scales_at + pool_side // 4, is_key)
-            scores *= scales_of(scales_at, is_key)[None, :]
+            v_scale = loaded(scales_at + pool_side // 4, is_key)
+            scores *= loaded(scales_at, is_key)[None, :]
         if HAS_SOFTCAP:
             scores = capped(scores, scale, softcap)
         # Most tiles are seen whole, by all queries.

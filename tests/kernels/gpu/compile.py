@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -33,13 +34,15 @@ NO_OPTIONS = {"sliding_window": None, "softcap": None, "sinks": None}
 
 
 class Driver:
-    """Triton's queries to a driver before it compiles."""
+    """Triton's queries to a driver before it compiles; a device for each compute capability."""
+
+    capability = 90
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return self.capability
 
     def get_current_stream(self, device: int = 0) -> int:
         return device
@@ -92,6 +95,16 @@ def attention(
     layer = ops.layer_view(pool, case.layer)
     q = torch.cat(case.q).to(dtype)
     backend.paged_attention(q, layer, case.batch(), 0.1, **{**NO_OPTIONS, **options})
+
+
+def small_attention(pool_dtype: torch.dtype) -> None:
+    """Attention for a GPU with less shared memory, of compute capability 8.9."""
+    from streamer.kernels.gpu.attention import paged
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paged, "_is_large", lambda device: False)
+        patch.setattr(Driver, "capability", 89)
+        attention(torch.bfloat16, (32, 8, 128), MIXED, pool_dtype)
 
 
 def padded_attention(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
@@ -231,6 +244,8 @@ def main(part: int, num_parts: int) -> None:
             "codes",
             partial(attention, bf16, (8, 4, 256), MIXED, FP8, sliding_window=4096, softcap=50.0),
         ),
+        ("small", partial(small_attention, bf16)),
+        ("small codes", partial(small_attention, torch.int8)),
         *((f"{rows} rows", partial(linears, bf16, rows)) for rows in (1, 2, 16, 32, 64, 2048)),
         ("few tokens", partial(few_tokens, torch.float32)),
         ("fp32", partial(attention, torch.float32, (8, 4, 128), MIXED)),

@@ -14,7 +14,8 @@ import pytest
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[3]
-SHARED_BYTES = 227 << 10  # of an H200's multiprocessor, for one program
+# For one program: of an H200's multiprocessor, and of those of GPUs of capability 8.6 and 8.9.
+SHARED_BYTES, SMALL_BYTES = 227 << 10, 99 << 10
 KERNELS = {
     *(
         "_wide_kernel",
@@ -37,8 +38,8 @@ NUM_PARTS = 2  # compiled side by side
 LOOPS = {*PRODUCTS, "_cut_kernel"}
 ONE_WARP = "_narrow_kernel", {"bf16", "fp16"}
 # Bytes a thread may spill, by label: a float32 model over a quantized pool, which is not made for
-# speed, and one over its own, 8 with Triton 3.6.0.
-SPILLED_BYTES = {"fp32": 8, "fp32 codes": 264}
+# speed, and a prefill where shared memory is small.
+SPILLED_BYTES = {"small": 8, "small codes": 64, "fp32 codes": 264}
 CAPPED, CAPPED_BYTES = "_multiply_kernel", 24  # with 64 rows, for a second program beside it
 
 
@@ -68,12 +69,13 @@ def test_every_kernel_compiles_and_keeps_to_its_registers(tmp_path: Path) -> Non
     assert {made["kernel"] for made in seen} == KERNELS
     assert {made["label"] for made in seen} >= set(SPILLED_BYTES)
     for made in seen:
-        assert made["shared"] <= SHARED_BYTES, made
+        is_small = made["label"].startswith("small")
+        assert made["shared"] <= (SMALL_BYTES if is_small else SHARED_BYTES), made
         most = SPILLED_BYTES.get(made["label"], 0) if made["kernel"] in ATTENTION else 0
         most = CAPPED_BYTES if made["kernel"] == CAPPED else most
         assert made["stack"] <= most, made
         is_one_warp = made["kernel"] == ONE_WARP[0] and made["label"] in ONE_WARP[1]
-        if made["kernel"] in LOOPS and not is_one_warp:
+        if made["kernel"] in LOOPS and not is_one_warp and not is_small:
             assert made["overlap"] > 0, made
         dtype = made["label"].split()[0]
         if made["kernel"] in PRODUCTS:
