@@ -60,11 +60,14 @@ ROOMS = {
     "errors": _room(),
     "config": _room(),
     "handshake": _room(),
-    "tokenizer": _room("", "tokenizers jinja2", lazy_packages="transformers regex", never="torch"),
+    "garbage": _room(),
+    "tokenizer": _room(
+        "garbage", "tokenizers jinja2", lazy_packages="transformers regex", never="torch"
+    ),
     "core": _room("", never=OUTSIDE_WORLD),
     "constraints": _room("core", "numpy", lazy_packages="llguidance"),
     "model": _room(
-        "kernels core constraints tokenizer",
+        "kernels core constraints tokenizer garbage",
         "torch transformers safetensors numpy regex rich",
         never="asyncio streamer.engine streamer.server",
     ),

@@ -6,12 +6,13 @@ where such a file is read, and for each answer that is read by them.
 
 from __future__ import annotations
 
-import gc
 import math
 import re
 import time
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
+
+from streamer.garbage import no_collections
 
 T = TypeVar("T")
 
@@ -49,16 +50,13 @@ class Clock:
         """
         if self._left_s <= 0:
             raise TimeoutError
-        is_collecting = gc.isenabled()
         # Collecting garbage is no pattern's: 0.1 s a million objects (EPYC Zen 4, 2026-11-26).
-        gc.disable()
-        began_s = time.thread_time()
-        try:
-            return work(*args, timeout=max(self._left_s, 0.001), **kwargs)
-        finally:
-            self._left_s -= time.thread_time() - began_s
-            if is_collecting:
-                gc.enable()
+        with no_collections():
+            began_s = time.thread_time()
+            try:
+                return work(*args, timeout=max(self._left_s, 0.001), **kwargs)
+            finally:
+                self._left_s -= time.thread_time() - began_s
 
 
 class TimedPattern:
