@@ -60,14 +60,11 @@ ROOMS = {
     "errors": _room(),
     "config": _room(),
     "handshake": _room(),
-    "garbage": _room(),
-    "tokenizer": _room(
-        "garbage", "tokenizers jinja2", lazy_packages="transformers regex", never="torch"
-    ),
+    "tokenizer": _room("", "tokenizers jinja2", lazy_packages="transformers regex", never="torch"),
     "core": _room("", never=OUTSIDE_WORLD),
     "constraints": _room("core", "numpy", lazy_packages="llguidance"),
     "model": _room(
-        "kernels core constraints tokenizer garbage",
+        "kernels core constraints tokenizer",
         "torch transformers safetensors numpy regex rich",
         never="asyncio streamer.engine streamer.server",
     ),

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from streamer.cli import COMMANDS, doctor, main
@@ -30,7 +31,7 @@ from streamer.cli.doctor import port_free
 from streamer.cli.loadtest import PROGRAMS
 from streamer.cli.loop import COLLECT_AFTER
 from streamer.cli.serve import _serve, announce, check_bind
-from streamer.config import Config, settings
+from streamer.config import Config, SpeculativeConfig, settings
 from streamer.core.sizes import ModelInfo
 from streamer.errors import StreamerError
 
@@ -214,28 +215,47 @@ def test_a_public_bind_needs_a_key(config: Config, is_allowed: bool) -> None:
             check_bind(config)
 
 
-def test_the_announcement_shows_model_sizes_and_address() -> None:
-    info = ModelInfo(
-        name="tiny [1]",
-        dtype="bfloat16",
-        vocab_size=10,
-        max_model_len=2048,
-        eos_token_ids=(1,),
-        num_blocks=4096,
-        num_host_blocks=8,
-        block_size=16,
-        block_bytes=1 << 20,
-        num_parameters=5_500_000,
-        generation_defaults={},
-        device="cpu",
-    )
+TINY = ModelInfo(
+    name="tiny [1]",
+    dtype="bfloat16",
+    vocab_size=10,
+    max_model_len=2048,
+    eos_token_ids=(1,),
+    num_blocks=4096,
+    num_host_blocks=8,
+    block_size=16,
+    block_bytes=1 << 20,
+    num_parameters=5_500_000,
+    generation_defaults={},
+    device="cpu",
+)
+
+
+def announced(info: ModelInfo, config: Config) -> str:
     screen = io.StringIO()
-    announce(info, "http://127.0.0.1:8000", Console(file=screen, width=40))
-    output = screen.getvalue()
+    announce(info, config, "http://127.0.0.1:8000", Console(file=screen, width=40))
+    return screen.getvalue()
+
+
+def test_the_announcement_shows_model_sizes_and_address() -> None:
+    output = announced(TINY, Config())
     assert "tiny [1], 5.5 M parameters" in output
     assert "bfloat16 on cpu" in output
     assert "65,536 tokens in 4,096 blocks (4,096 MiB)" in output
     assert "http://127.0.0.1:8000 " in output
+    assert "weights" not in output
+    assert "speculation" not in output
+
+
+def test_the_announcement_shows_what_was_asked_for() -> None:
+    """What becomes of the weights and the cache, and speculation: else only measuring would."""
+    info = replace(TINY, weight_bytes=3 << 20, quantization="int4 made while loading")
+    output = announced(
+        info, Config(kv_cache_dtype="int8", speculative_config=SpeculativeConfig(method="suffix"))
+    )
+    assert "weights  3 MiB, int4 made while loading" in output
+    assert "(4,096 MiB, int8)" in output
+    assert "speculation  suffix" in output
 
 
 async def test_what_loading_left_is_frozen_while_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:

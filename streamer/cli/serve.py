@@ -86,7 +86,7 @@ async def _serve(config: Config, console: Console) -> int:
     def ready(url: str) -> None:
         freeze_heap()
         if config.log_format == "text":  # in JSON the log has a line for it
-            _announce(engine.info, url, console)
+            _announce(engine.info, config, url, console)
 
     code = await serve(engine, config, on_ready=ready)
     if code and engine.death is not None and isinstance(engine.death.__cause__, RankFailed):
@@ -148,27 +148,36 @@ def _is_loopback(host: str) -> bool:
         return False  # a name: it may resolve to anything
 
 
-def _announce(info: ModelInfo, url: str, console: Console) -> None:
+def _announce(info: ModelInfo, config: Config, url: str, console: Console) -> None:
     with contextlib.suppress(SystemExit):  # as rich leaves for a pipe whose reader is gone
         try:
-            announce(info, url, console)
+            announce(info, config, url, console)
         except OSError:  # a full disk
             console.on_broken_pipe()
 
 
-def announce(info: ModelInfo, url: str, console: Console) -> None:
-    """Print the model, its sizes and the address, before the first request."""
+def announce(info: ModelInfo, config: Config, url: str, console: Console) -> None:
+    """Print the model, its sizes, what was asked for and the address, before the first request."""
     tokens = info.num_blocks * info.block_size
     millions = info.num_parameters / 1e6
     kv_mib = info.num_blocks * info.block_bytes / (1 << 20)
     swap_mib = info.num_host_blocks * info.block_bytes / (1 << 20)
+    kv_dtype = "" if config.kv_cache_dtype == "auto" else f", {config.kv_cache_dtype}"
+    weights = (f"{info.weight_bytes / (1 << 20):,.0f} MiB", info.quantization)
+    drafts = (config.speculation_method, config.draft_model)
     for name, text in (
         ("model", info.name + (f", {millions:,.1f} M parameters" if millions else "")),
+        ("weights", ", ".join(filter(None, weights)) if info.weight_bytes else ""),
         ("dtype", f"{info.dtype} on {info.device}"),
         ("context", f"{info.max_model_len:,} tokens"),
-        ("KV cache", f"{tokens:,} tokens in {info.num_blocks:,} blocks ({kv_mib:,.0f} MiB)"),
+        (
+            "KV cache",
+            f"{tokens:,} tokens in {info.num_blocks:,} blocks ({kv_mib:,.0f} MiB{kv_dtype})",
+        ),
         ("swap", f"{info.num_host_blocks:,} blocks ({swap_mib:,.0f} MiB)"),
+        ("speculation", "" if drafts[0] == "none" else ", ".join(filter(None, drafts))),
         ("serving on", f"{url}  (Ctrl-C drains and stops)"),
     ):
-        console.print(f"{name:>10}  ", end="", style="dim")
-        console.print(text, markup=False, soft_wrap=True)
+        if text:
+            console.print(f"{name:>11}  ", end="", style="dim")
+            console.print(text, markup=False, soft_wrap=True)

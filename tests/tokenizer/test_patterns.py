@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 
 import pytest
@@ -37,3 +38,28 @@ def test_matches_take_their_time_from_the_clock() -> None:
     clock.more()
     assert quick.search("c") is not None
     assert time.thread_time() - began < 0.5
+
+
+def test_collecting_garbage_is_no_patterns_time() -> None:
+    """Neither of what it delays, nor of what it makes too late, which has one more try."""
+    clock, calls = Clock(0.05, 0.0), []
+
+    def work(timeout: float) -> float:
+        calls.append(timeout)
+        began = time.thread_time()
+        while time.thread_time() - began < 0.04:
+            pass
+        if len(calls) < 3:
+            gc.collect()
+        if len(calls) > 1:
+            raise TimeoutError
+        return timeout
+
+    assert clock.run(work) == 0.05
+    with pytest.raises(TimeoutError):
+        clock.run(work)
+    assert calls == [0.05] * 3
+    with pytest.raises(TimeoutError):
+        clock.run(work)  # what is left is a fifth of it
+    assert len(calls) == 4
+    assert calls[3] < 0.02

@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 
 from streamer.errors import ConfigError
-from streamer.garbage import no_collections
 
 CPU = torch.device("cpu")
 PROBE_BYTES = 64 << 20
@@ -190,6 +189,18 @@ class CudaStream:
         self.stream.wait_event(_own(event).event)
 
 
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Garbage is not collected meanwhile, on any thread."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class CudaDevice:
     """One GPU, for one runner, on one thread, whose current stream it sets."""
 
@@ -223,7 +234,7 @@ class CudaDevice:
         # "thread_local": the event loop's thread may use CUDA meanwhile; this thread does not. To
         # destroy a graph is a use, and fails the capture: a collection of garbage may have one.
         with (
-            no_collections(),
+            _no_collections(),
             torch.cuda.graph(
                 graph,
                 pool=self._graphs_pool,

@@ -246,7 +246,10 @@ def _set_threads(known: Recognized, kernels: ops.Backend, num_ranks: int) -> Non
     busy process). The native kernels' threads gain a third, and lose a tenth at most beside a busy
     process (loadtest/inside/README.md).
     """
-    is_by_torch = known.decoder is None or bool(ops.why_not_native())
+    why_not = ops.why_not_native()
+    if why_not:
+        logger.warning("computing is many times slower than with the native kernels: %s", why_not)
+    is_by_torch = known.decoder is None or bool(why_not)
     is_small = known.weight_bytes < SINGLE_THREAD_BYTES
     threads = 1 if is_by_torch and is_small else max(1, _num_cores() // num_ranks)
     torch.set_num_threads(threads if known.decoder is None else 1)

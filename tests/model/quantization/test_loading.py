@@ -288,3 +288,4 @@ def test_torch_kernels_say_what_they_cost(
     assert facts.weight_bytes == 4 * facts.num_parameters
     load_runner(Config(model=str(folder), num_gpu_blocks_override=8, swap_space=0))
     assert "held dense, 0 MiB, and gain nothing in speed: STREAMER_KERNELS=torch" in caplog.text
+    assert "many times slower than with the native kernels: STREAMER_KERNELS" in caplog.text
