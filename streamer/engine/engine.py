@@ -82,6 +82,7 @@ class AsyncEngine(Engine):
         self._is_ended = asyncio.Event()  # the thread has ended
         self._load_error: BaseException | None = None
         self._first_stats = StepStats()  # filled on the GPU thread by _build, with what `_use` sets
+        self._opening: asyncio.Task[None] | None = None  # the journal
         self._restoring: asyncio.Task[None] | None = None
         self._expiring: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()  # of ends that are not on disk yet
@@ -119,10 +120,11 @@ class AsyncEngine(Engine):
             self._state = "loading"
             self._pid = os.getpid()
             await self._open_journal()
-            self._thread = GpuThread(
-                self._build, self, asyncio.get_running_loop(), self.config.watchdog_s
-            )
-            self._thread.start()
+            if self._state == "loading":  # else it was closed meanwhile
+                self._thread = GpuThread(
+                    self._build, self, asyncio.get_running_loop(), self.config.watchdog_s
+                )
+                self._thread.start()
         self._require_own_process()
         if self._state == "loading":
             await self._is_started.wait()
@@ -135,12 +137,21 @@ class AsyncEngine(Engine):
         """Read the journal before the model is loaded: one that can't be used ends the start."""
         if self.config.journal is None:
             return
+        self._opening = asyncio.create_task(self._opened(Path(self.config.journal)))
         try:
-            self.journal = await Journal.open(Path(self.config.journal), self.contexts)
+            await asyncio.shield(self._opening)  # a thread reads it, which can't be interrupted
         except BaseException as e:
             self._load_error = e
             self._close(None)
             raise
+
+    async def _opened(self, folder: Path) -> None:
+        """Open the journal; close it if the engine has ended meanwhile."""
+        journal = await Journal.open(folder, self.contexts)
+        if self._state == "loading":
+            self.journal = journal
+        else:
+            await journal.close()
 
     async def aclose(self, deadline_s: float = CLOSE_S) -> None:
         """End the engine, in any state: streams that are not finished end with EngineDead.
@@ -150,9 +161,11 @@ class AsyncEngine(Engine):
         """
         if os.getpid() != self._pid:
             return  # a forked child: the engine's threads are in the parent
-        if self._state == "new":
+        if self._thread is None:
             self._close(None)
-        elif not self._is_ended.is_set() and self._thread is not None:
+            if self._opening is not None:
+                await asyncio.wait([self._opening])
+        elif not self._is_ended.is_set():
             self.is_draining = True
             self._thread.stop()
             if not await within(deadline_s, self._is_ended.wait()):

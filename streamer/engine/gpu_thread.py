@@ -94,12 +94,12 @@ class GpuThread:
         Queries are answered between two steps, also when there is nothing to do.
         """
         self._inbox.put(command)
-        if self._check is None and self._watchdog_s:
-            self._check_later()
+        self._watch()
 
     def permit(self) -> None:
         """The loop has worked through one StepOutput."""
         self._inbox.permit()
+        self._watch()
 
     def stop(self) -> None:
         """Ask the thread to end after the current step or, while it loads, the current layer."""
@@ -115,6 +115,10 @@ class GpuThread:
 
     # ------------------------------------------------------------ the watch, on the loop
 
+    def _watch(self) -> None:
+        if self._check is None and self._watchdog_s:
+            self._check_later()
+
     def _check_later(self) -> None:
         wait_s = max(self._watchdog_s / CHECKS, MIN_CHECK_S)
         self._check = self._loop.call_later(wait_s, self._check_step)
@@ -128,7 +132,7 @@ class GpuThread:
         if begun != last:
             self._seen = (begun, now)
         elif begun == ended or not self._thread.is_alive():
-            return  # idle: the next command watches again
+            return  # idle, or without a permit: the next command or permit watches again
         elif now - since >= (limit_s := self._watchdog_s * (1 if self._is_warm else FIRST_TIMES)):
             self.give_up(StepHung(f"a step took longer than {limit_s:g} s"))
             return

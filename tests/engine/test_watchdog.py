@@ -18,7 +18,7 @@ from streamer.engine.core import InFlight, Owner, Runner
 from streamer.engine.engine import AsyncEngine
 from streamer.errors import EngineDead, Overloaded, StepHung
 from streamer.fake.model import FakeRunner, fake_tokenizer
-from tests.engine.helpers import DEADLINE_S, Wrapped, make_engine, request
+from tests.engine.helpers import DEADLINE_S, Wrapped, make_engine, request, until
 
 WATCHDOG_S = 0.2
 
@@ -86,6 +86,27 @@ async def test_a_hung_step_is_death_and_closing_does_not_wait(
     assert not thread._thread.is_alive()
     await asyncio.sleep(0)
     assert made[0].is_closed
+
+
+async def test_a_step_that_hangs_after_the_loop_was_late_is_death_too() -> None:
+    """While the thread waits for a permit no step is under way, as when it is idle."""
+    made: list[Stuck] = []
+    engine = make_engine(stuck_at(1_000_000, made), watchdog_s=WATCHDOG_S)
+    async with asyncio.timeout(DEADLINE_S):
+        await engine.start()
+        stream = engine.submit(request(2000, detach_s=None))
+        await until(engine, running=1)
+        thread = engine._thread
+        assert thread is not None
+        time.sleep(WATCHDOG_S)  # noqa: ASYNC251 - the loop is late: the permits are used
+        while thread._check is not None:
+            thread._check.cancel()
+            thread._check_step()
+        made[0].number = 0
+        with pytest.raises(EngineDead):
+            await stream.wait()
+        await engine.aclose()
+    made[0].let_go.set()
 
 
 async def test_the_first_step_may_warm_up() -> None:
