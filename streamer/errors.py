@@ -6,6 +6,10 @@ A message says what is wrong, with the numbers; `param` names the field where th
 
 from __future__ import annotations
 
+from typing import Final
+
+MAX_MESSAGE: Final = 2000  # characters
+
 
 class StreamerError(Exception):
     """Base of the family. `status` is the HTTP status, `type` and `code` the wire's names."""
@@ -159,9 +163,17 @@ class JournalInUse(ConfigError):
 
 
 class ModelNotSupported(ConfigError):
-    """A checkpoint that can't be served; says what is missing, before loading."""
+    """A checkpoint that can't be served; says what is missing, before loading.
+
+    The message is cut: what it quotes is not ours, and a field may have megabytes.
+    """
 
     code = "model_not_supported"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        if len(message) > MAX_MESSAGE:
+            message = f"{message[:MAX_MESSAGE]} ..."
+        super().__init__(message, param=param, code=code)
 
 
 class NotEnoughMemory(ConfigError):

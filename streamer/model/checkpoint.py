@@ -104,10 +104,11 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
     @property
     def stored_dtype(self) -> str:
-        """The dtype of most numbers; in safetensors, of those that are floats if there are any."""
+        """The dtype of most numbers: in safetensors of those that are floats if there are any, in
+        GGUF of those that are codes."""
         totals: dict[str, int] = {}
-        dense = [e for e in self.tensors.values() if e.dtype in FLOATS and not self.is_gguf]
-        for entry in dense or self.tensors.values():
+        chosen = [e for e in self.tensors.values() if (e.dtype in FLOATS) != self.is_gguf]
+        for entry in chosen or self.tensors.values():
             totals[entry.dtype] = totals.get(entry.dtype, 0) + entry.num_elements
         return max(totals, key=lambda name: totals[name])
 

@@ -30,6 +30,7 @@ from streamer.model.families import (
     parse_config,
 )
 from streamer.model.fields import MAX_SIZE
+from streamer.model.gguf.config import SAMPLING
 from streamer.model.loader import DTYPES, check_tensors, choose_dtype, described
 from streamer.model.quantization.interface import DENSE, Matrix
 from streamer.model.quantization.schemes import parse_quantization
@@ -264,7 +265,7 @@ def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
 
 
 def generation_defaults(checkpoint: Checkpoint) -> dict[str, float]:
-    """Sampling settings of generation_config.json that requests start from.
+    """Sampling settings of generation_config.json, or of a GGUF file, that requests start from.
 
     ModelNotSupported names a setting that no request could have.
     """
@@ -279,8 +280,11 @@ def generation_defaults(checkpoint: Checkpoint) -> dict[str, float]:
         try:
             checked(**{name: value})
         except InvalidRequest as e:
+            where = f"generation_config.json: {name}"
+            if checkpoint.is_gguf:
+                where = next(f"general.sampling.{k}" for k, v in SAMPLING.items() if v == name)
             raise ModelNotSupported(
-                f"generation_config.json: {name} is {str(value)[:100]}: {e.message}", param=name
+                f"{where} is {str(value)[:100]}: {e.message}", param=name
             ) from e
         found[name] = value
     return found

@@ -63,7 +63,7 @@ ROPE_BUFFER = r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 # Scales and zero points of activations and of a quantized KV cache.
 UNUSED = (
     rf"{ROPE_BUFFER}|(model\..+|lm_head)\."
-    r"(input|output|activation|input_global|q|k|v|prob)_(scale|zero_point)"
+    r"(input|output|activation|input_global|q|k|v|kv|prob)_(scale|zero_point)"
 )
 
 # Tensors that no dense matrix has, by their names after the module's.

@@ -80,6 +80,20 @@ def test_a_refusal_is_a_fact(folder: Path) -> None:
     assert "does not exist" in inspect_checkpoint(folder / "nowhere").refused
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"hidden_act": "x" * 10_000},
+        {"num_experts": "x" * 10_000},
+        {"rope_parameters": {"rope_type": "x" * 10_000}},
+        {"architectures": ["x" * 10_000]},
+    ],
+)
+def test_a_refusal_is_cut(folder: Path, fields: dict[str, object]) -> None:
+    edit_config(folder, **fields)
+    assert 0 < len(inspect_checkpoint(folder).refused) < 2100
+
+
 def test_too_little_memory_is_a_fact(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The refusal has the numbers."""
     monkeypatch.setattr(memory, "free_bytes", lambda: 100_000)

@@ -205,7 +205,7 @@ def _state(tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
     if raw.numel() > MAX_STATE_BYTES:
         raise wrong("quant_state", f"has {raw.numel()} bytes, at most {MAX_STATE_BYTES} are read")
     try:
-        state = json.loads(bytes(raw.tolist()))
+        state = json.loads(bytes(raw.flatten().tolist()))
     except (ValueError, RecursionError) as e:
         raise wrong("quant_state", f"can't be read as JSON: {e}") from e
     if not isinstance(state, dict):

@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from streamer.model.families import (
 )
 from streamer.model.loader import FileSource, check_tensors, progress_bar
 from streamer.model.quantization.calibrate import Calibration
+from streamer.model.quantization.interface import check_finite
 from streamer.model.quantization.on_the_fly import GROUP, quantize
 from streamer.model.quantization.schemes import parse_quantization
 from streamer.model.runner.device import CPU
@@ -119,7 +121,7 @@ def _write(
             for name in of_layer:
                 module = name.removesuffix(".weight")
                 if module in made:
-                    parts = _stored(made[module], kind, dtype)
+                    parts = _stored(module, made[module], kind, dtype)
                     shards.add({f"{module}.{part}": tensor for part, tensor in parts.items()})
                 else:
                     shards.add({name: source.take(name)})
@@ -143,9 +145,13 @@ def _open_dense(folder: Path) -> tuple[Checkpoint, DecoderConfig]:
     return checkpoint, parse_config(checkpoint.config)
 
 
-def _stored(weight: QuantizedWeight, kind: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The tensors of a matrix as compressed-tensors names and packs them."""
+def _stored(
+    module: str, weight: QuantizedWeight, kind: str, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The tensors of a matrix as compressed-tensors names and packs them; ModelNotSupported for
+    scales with which it would not load."""
     scales = weight.scales.to(dtype)
+    check_finite(module, replace(weight, scales=scales))
     if kind == "fp8":
         return {"weight": weight.codes, "weight_scale": scales}
     if kind == "int8":

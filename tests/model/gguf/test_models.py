@@ -17,6 +17,7 @@ from streamer.kernels.ops import for_cpu
 from streamer.model.checkpoint import open_checkpoint
 from streamer.model.gguf.header import FORMATS, Room, read_header
 from streamer.model.inspect import recognize
+from streamer.model.layers import has_bf16
 from streamer.model.loader import load_decoder
 from tests.checkpoints import reference_logits, reference_model
 from tests.model.gguf_files import Kind, add_bytes, write_gguf
@@ -145,6 +146,35 @@ def test_more_tokens_than_rows_of_the_embedding_are_refused(
     file = write_gguf(folder, tmp_path / "m.gguf", add=lambda writer: add_bytes(writer, 257))
     with pytest.raises(ModelNotSupported, match=r"tokens: 257 tokens, token_embd\.weight has 256"):
         open_checkpoint(file)
+
+
+def test_what_most_numbers_are_decides_of_dense_files_alone(
+    checkpoint: Any, tmp_path: Path
+) -> None:
+    """Of one with codes the large embedding may be in float16, which a CPU has no use for."""
+    sizes = {**SIZES, "vocab_size": 4096}
+    folder = Path(shutil.copytree(checkpoint("llama", 1, **sizes), tmp_path / "m"))
+
+    def stored(name: str) -> Kind:
+        return Kind.F16 if "embed" in name or "head" in name else Kind.Q4_0
+
+    of_codes = "bfloat16" if has_bf16() else "float32"
+    for kind_of, expected in ((stored, of_codes), (lambda name: Kind.F16, "float32")):
+        file = write_gguf(folder, tmp_path / "m.gguf", kind_of)
+        assert recognize(open_checkpoint(file), "auto").dtype == expected
+
+
+def test_a_sampling_default_that_no_request_could_have_is_refused_by_its_key(
+    checkpoint: Any, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(checkpoint("llama", 1, **SIZES), tmp_path / "m"))
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_float32("general.sampling.penalty_repeat", -7.0)
+
+    file = write_gguf(folder, tmp_path / "m.gguf", add=add)
+    with pytest.raises(ModelNotSupported, match=r"^general\.sampling\.penalty_repeat is -7"):
+        recognize(open_checkpoint(file), "auto")
 
 
 def test_a_dense_file_can_be_quantized_while_it_is_loaded(checkpoint: Any, tmp_path: Path) -> None:

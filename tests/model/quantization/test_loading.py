@@ -239,7 +239,9 @@ def test_a_truncated_file_is_refused(folder: Path) -> None:
 def test_scales_of_a_cache_are_known_and_not_used(folder: Path) -> None:
     """A dense checkpoint may not have them."""
     before = paged_logits(load(folder), random_tokens(9))
-    names = ("model.layers.0.self_attn.k_scale", "model.layers.1.mlp.up_proj.input_scale")
+    of_attention = "model.layers.0.self_attn"
+    names = ("model.layers.1.mlp.up_proj.input_scale", f"{of_attention}.k_scale")
+    names += (f"{of_attention}.kv_scale",)
     change(folder, **{name: torch.ones(1) for name in names})
     assert torch.equal(paged_logits(load(folder), random_tokens(9)), before)
 

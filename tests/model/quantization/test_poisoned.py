@@ -242,6 +242,13 @@ LIES: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor], str]] = [
 ]
 
 
+@pytest.mark.parametrize("poisoned", ["bitsandbytes-nf4"], indirect=True)
+def test_a_state_in_rows_is_read_as_one_in_line(poisoned: Poisoned) -> None:
+    name = f"{MODULE}.{NF4_STATE}"
+    poisoned.write(**{name: poisoned.tensors[name].view(1, -1)})
+    assert load(poisoned.folder) is not None
+
+
 @pytest.mark.parametrize(
     ("poisoned", "part", "change", "says"),
     LIES,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationConfig
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from streamer.config import Config
@@ -164,6 +166,21 @@ def test_what_can_not_be_quantized(checkpoint: Any, tmp_path: Path) -> None:
     with pytest.raises(ModelNotSupported, match="GPT2LMHeadModel can't be quantized"):
         written(checkpoint("gpt2", 1), tmp_path / "gpt2", "int4")
     assert not (tmp_path / "twice").exists()
+
+
+@pytest.mark.parametrize(("kind", "value"), [("int4", 1e20), ("int8", 3.4e38)])
+def test_weights_whose_scales_are_no_numbers_are_refused_by_name(
+    checkpoint: Any, tmp_path: Path, kind: str, value: float
+) -> None:
+    """Not written into a folder that no one could load."""
+    folder = Path(shutil.copytree(checkpoint("llama", 1, **SIZES), tmp_path / "m"))
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj"
+    tensors[f"{name}.weight"][0, 0] = value
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelNotSupported, match=re.escape(name)):
+        written(folder, tmp_path / "q", kind)
+    assert not (tmp_path / "q").exists()
 
 
 @pytest.mark.parametrize("group", [32, 128])
