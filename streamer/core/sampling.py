@@ -559,3 +559,16 @@ def params_over(defaults: Mapping[str, float], given: Mapping[str, Any]) -> Samp
         if name in PARAMETERS and name not in given and name not in absent
     }
     return SamplingParams(**values, **given)
+
+
+def model_defaults(found: Mapping[str, float]) -> dict[str, float]:
+    """What a request without them has of the settings that a model may decide.
+
+    `found` are those that its generation_config.json decides.
+    """
+    params = params_over(found, {})
+    return {
+        name: getattr(params, name)
+        for name, parameter in PARAMETERS.items()
+        if parameter.field.is_of_model
+    }

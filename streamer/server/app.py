@@ -215,16 +215,14 @@ class Api:
     async def models(self, request: Request) -> ASGIApp:
         """GET /v1/models."""
         self._service.require_ready()
-        info = self._service.engine.info
-        return json(models_body(self._service.names, self._service.started, info.max_model_len))
+        service = self._service
+        return json(models_body(service.names, service.started, service.engine.info))
 
     async def model(self, request: Request) -> ASGIApp:
         """GET /v1/models/{id}."""
         self._service.require_ready()
-        name, info = request.path_params["model"], self._service.engine.info
-        return json(
-            model_body(name, self._service.names, self._service.started, info.max_model_len)
-        )
+        name, service = request.path_params["model"], self._service
+        return json(model_body(name, service.names, service.started, service.engine.info))
 
     async def engine(self, request: Request) -> ASGIApp:
         """GET /v1/engine, and ?stream=true."""

@@ -7,7 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamer.core.sampling import MAX_LOGIT_BIAS, MAX_N, PARAMETERS, SamplingParams
+from streamer.core.sampling import (
+    MAX_LOGIT_BIAS,
+    MAX_N,
+    PARAMETERS,
+    SamplingParams,
+    model_defaults,
+)
 from streamer.errors import InvalidRequest
 
 
@@ -117,6 +123,13 @@ def test_every_parameter_has_bounds_that_are_checked() -> None:
             for number in (low - 1, high * 2 + 1):
                 with pytest.raises(InvalidRequest, match=f"{parameter.name} must be from"):
                     SamplingParams(**{parameter.name: parameter.kind(number)})
+
+
+def test_a_models_defaults_are_named_whether_it_decides_them_or_not() -> None:
+    others = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert model_defaults({}) == {"temperature": 1.0, "top_p": 1.0, **others}
+    decided = {"temperature": 0.7, "top_p": 0.9}
+    assert model_defaults(decided) == {**decided, **others}
 
 
 def test_min_tokens_may_not_exceed_max_tokens() -> None:

@@ -11,7 +11,7 @@ from playwright.sync_api import Page, expect
 from tests.e2e.chatting import ask, begun, connected, finished, limit
 from tests.e2e.conftest import OpenPage
 from tests.server.support.counting import check_counting
-from tests.server.support.running import Running
+from tests.server.support.running import BUNDLED, Running
 
 
 def test_a_question_is_answered_and_measured(page: Page) -> None:
@@ -203,3 +203,21 @@ def test_nothing_is_wider_than_the_screen(page: Page, width: int) -> None:
         assert box is not None
         assert box["x"] >= 0
         assert box["x"] + box["width"] <= width
+
+
+def test_settings_begin_with_the_models_own(server_with: Any, open_page: OpenPage) -> None:
+    page = connected(open_page(server_with(**BUNDLED).url))
+    page.get_by_role("button", name="Settings", exact=True).click()
+    own = {"Temperature": "0.7", "Top p": "0.9", "Top k": "0", "Repetition penalty": "1"}
+    heights = set()
+    for name, value in own.items():
+        slider = page.get_by_label(name)
+        expect(slider).to_have_value(value)
+        field = page.locator(".field", has=slider)
+        shown = value if name == "Top k" else f"{float(value):.2f}"
+        expect(field.locator("output")).to_have_text(f"default {shown}")
+        heights.add(field.locator("label").evaluate("label => label.offsetHeight"))
+    assert len(heights) == 1  # a single line
+    page.get_by_label("Temperature").fill("0.7")  # chosen, though it is the same
+    output = page.locator(".field", has=page.get_by_label("Temperature")).locator("output")
+    expect(output).to_have_text("0.70")

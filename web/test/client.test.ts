@@ -290,7 +290,8 @@ test("a missing or invalid key locks it, and another one opens it", async () => 
 });
 
 test("where HTTP works and two handshakes did not, it goes on without sockets", async () => {
-  const models = { object: "list", data: [{ id: "m", object: "model", created: 0, max_model_len: 9, owned_by: "x" }] };
+  const sampling_defaults = { temperature: 0.7 };
+  const models = { object: "list", data: [{ id: "m", object: "model", created: 0, max_model_len: 9, sampling_defaults, owned_by: "x" }] };
   client = connected({ fetch: () => Promise.resolve(Response.json(models)) });
   FakeSocket.last.cut();
   await tick(20);
@@ -298,7 +299,7 @@ test("where HTTP works and two handshakes did not, it goes on without sockets", 
   FakeSocket.last.cut();
   await tick(20);
   expect(client.state).toEqual({ name: "connected", transport: "sse" });
-  expect(client.session).toEqual({ model: "m", context_length: 9 });
+  expect(client.session).toEqual({ model: "m", context_length: 9, sampling_defaults });
 });
 
 test("over SSE it tries a socket again now and then, and goes on without one until it is there", async () => {

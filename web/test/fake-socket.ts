@@ -42,7 +42,7 @@ export class FakeSocket implements SocketLike {
   }
   welcome(epoch = "e1", window = 512): void {
     const limits = { lanes: 64, responses: 320, queued: 256, events_per_s: 2000, event_burst: 10_000, sockets: 0, message_bytes: 1 << 20, output_tokens: 1 << 24 };
-    this.say({ type: "session.created", session_id: "s", model: "m", context_length: 100, epoch, window, detach_s: 30, limits });
+    this.say({ type: "session.created", session_id: "s", model: "m", context_length: 100, sampling_defaults: { temperature: 0.7, top_p: 0.9 }, epoch, window, detach_s: 30, limits });
   }
   /** Sent events of one type. */
   of(type: ClientEvent["type"]): ClientEvent[] {

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from streamer.core.sampling import model_defaults
+from streamer.core.sizes import ModelInfo
 from streamer.errors import NotFound
 from streamer.server.errors import clip
 from streamer.server.openai.common import encode
@@ -15,12 +17,14 @@ from streamer.server.openai.common import encode
 class Model(msgspec.Struct, frozen=True, tag_field="object", tag="model"):
     """A model that is served.
 
-    max_model_len  the longest context, in tokens
+    max_model_len      the longest context, in tokens
+    sampling_defaults  sampling settings of requests that do not name them
     """
 
     id: str
     created: int
     max_model_len: int
+    sampling_defaults: dict[str, float]
     owned_by: str = "streamer"
 
 
@@ -38,12 +42,16 @@ def check_model(given: str | None, served: tuple[str, ...]) -> str:
     )
 
 
-def models_body(served: tuple[str, ...], created: int, max_model_len: int) -> bytes:
+def models_body(served: tuple[str, ...], created: int, info: ModelInfo) -> bytes:
     """The body of GET /v1/models."""
-    data = [Model(name, created, max_model_len) for name in served]
+    data = [_model(name, created, info) for name in served]
     return encode({"object": "list", "data": data})
 
 
-def model_body(name: str, served: tuple[str, ...], created: int, max_model_len: int) -> bytes:
+def model_body(name: str, served: tuple[str, ...], created: int, info: ModelInfo) -> bytes:
     """The body of GET /v1/models/{id}."""
-    return encode(Model(check_model(name, served), created, max_model_len))
+    return encode(_model(check_model(name, served), created, info))
+
+
+def _model(name: str, created: int, info: ModelInfo) -> Model:
+    return Model(name, created, info.max_model_len, model_defaults(info.generation_defaults))

@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from streamer.core.sampling import model_defaults
 from streamer.errors import InvalidRequest, StreamerError
 from streamer.server.admission import tenant_of
 from streamer.server.errors import clip
@@ -142,10 +143,12 @@ class Session:
             await self._close(1011 if self._service.engine.is_dead else 1013, e.message)
             return False
         if self._is_extended:
+            info = self._service.engine.info
             event = SessionCreated(
                 self._id,
                 self._service.names[0],
-                self._service.engine.info.max_model_len,
+                info.max_model_len,
+                model_defaults(info.generation_defaults),
                 self._service.epoch,
                 self._settings.window,
                 self._settings.detach_s,

@@ -158,11 +158,15 @@ class SessionLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionCreated(msgspec.Struct, frozen=True, tag="session.created"):
-    """The first event to a client of our subprotocol."""
+    """The first event to a client of our subprotocol.
+
+    sampling_defaults  sampling settings of requests that do not name them
+    """
 
     session_id: str
     model: str
     context_length: int
+    sampling_defaults: dict[str, float]
     epoch: str
     window: int
     detach_s: float

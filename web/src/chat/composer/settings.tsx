@@ -1,10 +1,11 @@
 /** Sampling, length and system prompt of answers. A change applies from the next question on. */
 
 import { signal } from "@preact/signals";
+import { session } from "../../app/connection.ts";
 import { change, DEFAULTS, settings } from "../../app/preferences.ts";
 import { Dialog } from "../../ui/dialog.tsx";
 import { focusComposer } from "../pane.tsx";
-import { RANGES, toolsOf, type Range } from "../conversation/sampling.ts";
+import { defaultOf, RANGES, shownValue, toolsOf, type Range } from "../conversation/sampling.ts";
 import { current, setDefaultSystem, setSystem } from "../conversation/store.ts";
 
 export const isSettingsOpen = signal(false);
@@ -65,16 +66,16 @@ export function SettingsDialog() {
 }
 
 function Slider({ range }: { range: Range }) {
-  const { name, label, hint, min, max, step, rest } = range;
+  const { name, label, hint, min, max, step } = range;
   const value = settings.value[name];
-  const digits = step < 1 ? 2 : 0;
+  const byDefault = defaultOf(range, session.value);
   return (
     <div class="field">
       <label for={name}>
         <span>{label}</span>
-        <output for={name}>{value === null ? "model default" : value.toFixed(digits)}</output>
+        <output for={name}>{shownValue(range, value, byDefault)}</output>
       </label>
-      <input id={name} type="range" min={min} max={max} step={step} value={value ?? rest} aria-describedby={`${name}-hint`} onInput={(e) => change({ [name]: Number(e.currentTarget.value) })} />
+      <input id={name} type="range" min={min} max={max} step={step} value={value ?? byDefault ?? min} aria-describedby={`${name}-hint`} onInput={(e) => change({ [name]: Number(e.currentTarget.value) })} />
       <small id={`${name}-hint`}>{hint}</small>
     </div>
   );

@@ -36,8 +36,8 @@ export type ConnectionState =
   | { name: "offline"; code: number; reason: string }
   | { name: "closed" };
 
-/** The server's description of itself; over SSE only model and context length are known. */
-export type Session = Pick<SessionCreated, "model" | "context_length"> & Partial<SessionCreated>;
+/** The server's description of itself; over SSE only what the list of models has is known. */
+export type Session = Pick<SessionCreated, "model" | "context_length" | "sampling_defaults"> & Partial<SessionCreated>;
 
 export interface ConnectionEvents {
   state: ConnectionState;
@@ -221,7 +221,7 @@ export class Connection extends Emitter<ConnectionEvents> {
       const { data } = await http.models(AbortSignal.timeout(openMs));
       if (turn !== this.#turn) return;
       const model = data[0];
-      if (mayUse && model) this.#connected("sse", { model: model.id, context_length: model.max_model_len });
+      if (mayUse && model) this.#connected("sse", { model: model.id, context_length: model.max_model_len, sampling_defaults: model.sampling_defaults });
       else this.#retry("");
     } catch (thrown) {
       if (turn === this.#turn) this.#refused(asError(thrown));

@@ -130,6 +130,7 @@ export interface Model {
   object: "model";
   created: number;
   max_model_len: number;
+  sampling_defaults: Record<string, number>;
   owned_by: string;
 }
 

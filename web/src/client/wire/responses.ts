@@ -568,6 +568,8 @@ export interface SessionCreated {
   session_id: string;
   model: string;
   context_length: number;
+  /** Of requests that do not name them: `temperature` and others. */
+  sampling_defaults: Record<string, number>;
   epoch: string;
   window: number;
   detach_s: number;
