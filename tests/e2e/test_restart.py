@@ -12,9 +12,11 @@ from playwright.sync_api import expect
 from tests.chaos.killable import Killable
 from tests.e2e.chatting import LIVE, ask, begun, connected, finished, limit
 from tests.e2e.conftest import OpenPage
+from tests.e2e.test_accessibility import faults_in_each_theme
 from tests.server.support.counting import check_counting
 
 LENGTH = 500
+AWAY = "The server does not answer; trying again."
 
 
 @pytest.fixture
@@ -50,7 +52,10 @@ def test_an_answer_goes_on_after_a_restart(process: Killable, open_page: OpenPag
     process.kill()
     expect(page.locator("#badge")).to_have_text("reconnecting")
     expect(answer).to_have_class(LIVE)  # it is not over
+    expect(answer.get_by_text(AWAY)).to_be_visible()
+    assert faults_in_each_theme(page) == []
     process.start()
+    expect(page.get_by_text(AWAY)).to_have_count(0)
     expect(answer.locator(".meta")).to_contain_text(f"{LENGTH} tokens")
     assert len(check_counting(finished(answer))) == LENGTH
     states, faults, texts = zip(*page.evaluate("window.seen"), strict=True)

@@ -10,12 +10,16 @@ export const client = new Client({ baseUrl: new URL("./", location.href), key: r
 export const connection = signal<ConnectionState>(client.state);
 export const session = signal<Session | null>(null);
 export const isConnected = computed(() => connection.value.name === "connected");
+/** A try failed, and others follow: more than the moment that a cut connection takes to come back. */
+export const isTryingAgain = signal(false);
 
 client.on("state", (state) => {
   if (state.name === "locked") {
     remember("sessionStorage", KEY, null);
     client.http.key = "";
   }
+  if (state.name === "reconnecting") isTryingAgain.value = state.attempt > 1;
+  else if (state.name !== "connecting") isTryingAgain.value = false;
   connection.value = state;
 });
 client.on("session", (value) => (session.value = value));

@@ -5,7 +5,7 @@
 import { useState } from "preact/hooks";
 import { Again, Check, Columns, Copy, Left, Onward, Pencil, Right, Tokens } from "../../ui/icons.tsx";
 import type { Answer } from "../conversation/answer.ts";
-import { isConnected } from "../../app/connection.ts";
+import { isConnected, isTryingAgain } from "../../app/connection.ts";
 import { continueAnswer, NOT_SENT, reasonToWait, regenerate, send, sendWaiting, takeBack, toggleTokens } from "../conversation/requests.ts";
 import { siblings, type Conversation, type Message } from "../conversation/conversation.ts";
 import { copy } from "./copy.ts";
@@ -85,6 +85,7 @@ export function AnswerView({ conversation, message, answer, place }: Props & { a
       {isSplit ? <TokenView conversation={conversation} message={message} answer={answer} /> : <Pieces answer={answer} />}
       <div class="meta">{[noteOf(answer), ...figuresOf(answer.figures.value, answer.origin.kept)].filter(Boolean).join(" · ")}</div>
       <Progress answer={answer} />
+      {isLive && isTryingAgain.value && <p class="lost">The server does not answer; trying again.</p>}
       <Fault conversation={conversation} message={message} answer={answer} />
       {answer.tokensFault.value && <Alert>{answer.tokensFault}</Alert>}
       {!isLive && answer.status.value === "completed" && answer.calls.length > 0 && message === conversation.leaf.value && <Returned conversation={conversation} message={message} answer={answer} />}
