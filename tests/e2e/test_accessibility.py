@@ -38,6 +38,18 @@ def settings(page: Page) -> None:
     expect(page.get_by_role("dialog", name="Settings")).to_be_visible()
 
 
+def wrong_tools(page: Page) -> None:
+    settings(page)
+    page.get_by_label("Tools").fill("[{")
+    expect(page.get_by_role("dialog").get_by_role("alert")).to_be_visible()
+
+
+def tools_that_are_not_sent(page: Page) -> None:
+    wrong_tools(page)
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("button", name="Change the tools")).to_be_visible()
+
+
 def conversations(page: Page) -> None:
     an_answer(page)
     menu = page.get_by_role("button", name="Menu", exact=True)
@@ -94,6 +106,8 @@ STATES: dict[str, Callable[[Page], None]] = {
     "Markdown": markdown,
     "tokens, answers beside each other": tokens_beside_each_other,
     "settings": settings,
+    "wrong tools": wrong_tools,
+    "tools that are not sent": tools_that_are_not_sent,
     "what waits": what_waits,
     "conversations": conversations,
     "the engine at work": a_load,

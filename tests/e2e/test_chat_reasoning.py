@@ -117,6 +117,30 @@ def test_an_answer_with_reasoning_is_forked_cut_and_continued(page: Page) -> Non
     expect(answer.locator(".picker")).to_contain_text("2/2")
 
 
+def test_tools_that_are_no_list_are_a_fault_until_they_are_one(page: Page) -> None:
+    give_tools(page, "[{bad json")
+    field, fault = page.get_by_label("Tools"), page.get_by_role("dialog").get_by_role("alert")
+    wrong = "This is not a JSON list of functions with a name each. No tools are sent."
+    expect(field).to_have_attribute("aria-invalid", "true")
+    expect(field).to_have_accessible_description(wrong)
+    page.get_by_role("button", name="Done", exact=True).click()  # it leads back to the field
+    expect(field).to_be_focused()
+    expect(fault).to_be_in_viewport(ratio=1)
+    assert fault.evaluate("fault => getComputedStyle(fault).color") == "rgb(180, 35, 24)"
+    page.keyboard.press("Escape")
+    note = page.locator(".tools-note")
+    expect(note).to_contain_text("Tools are not sent")
+    page.reload()
+    connected(page)
+    note.get_by_role("button", name="Change the tools").click()
+    expect(field).to_be_focused()
+    field.fill(TOOLS)
+    expect(field).to_have_accessible_description(re.compile("^Functions that the model may call"))
+    page.get_by_role("button", name="Done", exact=True).click()
+    expect(page.get_by_role("dialog")).to_be_hidden()
+    expect(note).to_have_count(0)
+
+
 def test_a_call_is_shown_and_its_result_is_the_next_turn(page: Page) -> None:
     give_tools(page, '[{"parameters": {}}]')
     expect(page.get_by_text("This is not a JSON list of functions")).to_be_visible()

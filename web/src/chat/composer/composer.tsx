@@ -2,10 +2,12 @@
 
 import { useEffect, useRef } from "preact/hooks";
 import { change, settings } from "../../app/preferences.ts";
-import { ArrowUp, Close, Columns, Stop } from "../../ui/icons.tsx";
+import { ArrowUp, Close, Columns, Sliders, Stop } from "../../ui/icons.tsx";
 import { reasonToWait, send, takeBack } from "../conversation/requests.ts";
 import { beginEdit, endEdit, type, typed } from "../conversation/drafts.ts";
+import { toolsOf } from "../conversation/sampling.ts";
 import { Meter } from "./meter.tsx";
+import { isSettingsOpen } from "./settings.tsx";
 import { current, isBusy, stop } from "../conversation/store.ts";
 
 const COUNTS = [1, 2, 3, 4];
@@ -53,6 +55,7 @@ export function Composer() {
       <div class="under">
         <p class="hint">Enter sends, Shift+Enter starts a new line, Esc stops. Small models make things up.</p>
         <Meter conversation={conversation} />
+        {!toolsOf(settings.value.tools) && <NoTools />}
       </div>
     </footer>
   );
@@ -70,6 +73,17 @@ function Count() {
       ))}
       </select>
     </span>
+  );
+}
+
+function NoTools() {
+  return (
+    <p class="tools-note" role="status">
+      <span>Tools are not sent: what the settings have is not a JSON list of functions.</span>
+      <button class="button small" type="button" aria-haspopup="dialog" onClick={() => (isSettingsOpen.value = true)}>
+        <Sliders /> Change the tools
+      </button>
+    </p>
   );
 }
 

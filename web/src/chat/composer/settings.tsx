@@ -1,6 +1,7 @@
 /** Sampling, length and system prompt of answers. A change applies from the next question on. */
 
 import { signal } from "@preact/signals";
+import { useEffect } from "preact/hooks";
 import { session } from "../../app/connection.ts";
 import { change, DEFAULTS, settings } from "../../app/preferences.ts";
 import { Dialog } from "../../ui/dialog.tsx";
@@ -17,7 +18,8 @@ export function SettingsDialog() {
   const isDefault = system === settings.value.system;
   const done = (event: Event) => {
     event.preventDefault();
-    isSettingsOpen.value = false;
+    if (toolsOf(tools)) isSettingsOpen.value = false;
+    else showToolsFault();
   };
   return (
     <Dialog title="Settings" open={isSettingsOpen} onClose={focusComposer}>
@@ -47,11 +49,7 @@ export function SettingsDialog() {
             <Slider key={range.name} range={range} />
           ))}
         </div>
-        <div class="field">
-          <label for="tools">Tools</label>
-          <textarea id="tools" rows={3} spellcheck={false} value={tools} aria-describedby="tools-hint" aria-invalid={!toolsOf(tools)} placeholder='[{"name": "...", "description": "...", "parameters": {}}]' onInput={(e) => change({ tools: e.currentTarget.value })} />
-          <small id="tools-hint">{toolsOf(tools) ? "Functions that the model may call, as a JSON list. You give what they return." : "This is not a JSON list of functions with a name each. No tools are sent."}</small>
-        </div>
+        <Tools text={tools} />
         <div class="row">
           <button class="button" type="button" onClick={() => (change({ ...DEFAULTS, answers }), setDefaultSystem(""), setSystem(conversation, ""))}>
             Reset
@@ -63,6 +61,28 @@ export function SettingsDialog() {
       </form>
     </Dialog>
   );
+}
+
+/** Where the list is wrong, the settings open at it, and close by Escape alone. */
+function Tools({ text }: { text: string }) {
+  const isWrong = toolsOf(text) === null;
+  useEffect(() => {
+    if (isWrong) document.getElementById("tools-hint")?.scrollIntoView({ block: "nearest" });
+  }, [isWrong]);
+  return (
+    <div class="field">
+      <label for="tools">Tools</label>
+      <textarea id="tools" rows={3} spellcheck={false} autofocus={isWrong} value={text} aria-describedby="tools-hint" aria-invalid={isWrong} placeholder='[{"name": "...", "description": "...", "parameters": {}}]' onInput={(e) => change({ tools: e.currentTarget.value })} />
+      <small id="tools-hint" class={isWrong ? "fault" : undefined} role={isWrong ? "alert" : undefined}>
+        {isWrong ? "This is not a JSON list of functions with a name each. No tools are sent." : "Functions that the model may call, as a JSON list. You give what they return."}
+      </small>
+    </div>
+  );
+}
+
+function showToolsFault(): void {
+  document.getElementById("tools")?.focus();
+  document.getElementById("tools-hint")?.scrollIntoView({ block: "nearest" });
 }
 
 function Slider({ range }: { range: Range }) {
