@@ -221,3 +221,15 @@ def test_settings_begin_with_the_models_own(server_with: Any, open_page: OpenPag
     page.get_by_label("Temperature").fill("0.7")  # chosen, though it is the same
     output = page.locator(".field", has=page.get_by_label("Temperature")).locator("output")
     expect(output).to_have_text("0.70")
+
+
+def test_a_phone_has_room_for_the_models_name(server_with: Any, open_page: OpenPage) -> None:
+    server = server_with(model="fake", served_model_name="streamer-demo")
+    page = connected(open_page(server.url, viewport={"width": 390, "height": 844}))
+    badge, name = page.locator("#badge"), page.locator(".model-name")
+    expect(name).to_have_text("streamer-demo")
+    assert name.evaluate("name => name.scrollWidth <= name.clientWidth")
+    assert badge.evaluate("badge => badge.offsetWidth") < 40  # its dot
+    server.stop()
+    expect(badge).to_have_text("reconnecting")
+    assert badge.evaluate("badge => badge.offsetWidth") > 80

@@ -15,7 +15,7 @@ function Badge({ state }: { state: ConnectionState }) {
   const text = state.name === "idle" || state.name === "closed" ? "connecting" : state.name;
   return (
     <div id="badge" class="badge" role="status" data-state={state.name} title={detail || over || undefined}>
-      {text}
+      <span>{text}</span>
     </div>
   );
 }
