@@ -151,6 +151,8 @@ def test_answers_side_by_side_and_one_to_go_on_with(page: Page) -> None:
     expect(columns).to_have_count(3)
     for i in range(3):
         assert len(check_counting(finished(columns.nth(i)))) > 10
+    lefts = [columns.first.locator(what).first.bounding_box() for what in (".text", "button")]
+    assert len({box["x"] for box in lefts if box}) == 1
     page.get_by_label("Answers per question").select_option("1")
     act(columns.nth(1), "Continue with this answer")
     expect(columns).to_have_count(0)
