@@ -10,6 +10,7 @@ from playwright.sync_api import Page, expect
 
 from tests.e2e.chatting import ask, begun, connected, finished, limit
 from tests.e2e.conftest import OpenPage
+from tests.e2e.test_accessibility import faults_in_each_theme
 from tests.server.support.counting import check_counting
 from tests.server.support.running import BUNDLED, Running
 
@@ -106,6 +107,24 @@ def test_a_limit_beyond_the_context_gives_what_fits(server_with: Any, open_page:
     expect(alert).to_contain_text("too long")
     page.get_by_role("button", name="New chat", exact=True).click()
     expect(ask(page, "x" * 700).get_by_role("alert")).to_contain_text("This message is too long")
+
+
+def test_a_message_that_is_too_long_says_how_long_it_may_be_and_is_edited(
+    server_with: Any, open_page: OpenPage
+) -> None:
+    page = connected(open_page(server_with(model="fake", max_model_len=600).url))
+    alert = ask(page, "x" * 700).get_by_role("alert")
+    expect(alert).to_contain_text("it has 704 tokens, and with its answer it may have 600.")
+    expect(page.locator(".context")).to_have_text("704 of 600 tokens")
+    expect(page.get_by_label("Message")).to_have_value("")  # it is in the chat
+    assert faults_in_each_theme(page) == []
+    alert.get_by_role("button", name="Edit this message").click()
+    expect(page.get_by_label("Message")).to_be_focused()
+    expect(page.get_by_label("Message")).to_have_value("x" * 700)
+    limit(page, 3)
+    check_counting(finished(ask(page, "How far can you count?")))
+    expect(page.locator("article.user .text")).to_have_text(["How far can you count?"])
+    expect(page.get_by_role("alert")).to_have_count(0)
 
 
 def test_everything_has_a_name_and_the_keyboard_reaches_it(page: Page) -> None:

@@ -2,6 +2,7 @@
 
 import { session } from "../../app/connection.ts";
 import { Plus } from "../../ui/icons.tsx";
+import { refusedTokens } from "../conversation/answer.ts";
 import type { Conversation } from "../conversation/conversation.ts";
 import { newChat } from "../conversation/store.ts";
 
@@ -30,14 +31,16 @@ export function isFull(conversation: Conversation): boolean {
 }
 
 export function Meter({ conversation }: { conversation: Conversation }) {
-  const used = usedTokens(conversation);
+  const refused = refusedTokens(conversation.leaf.value?.answer?.error.value ?? null);
+  const known = usedTokens(conversation);
+  const used = known ?? refused?.count ?? null;
   const length = session.value?.context_length;
   if (used === null || !length) return null;
   const isNearly = used >= NEARLY * length;
   const text = `${short(used)} of ${short(length)} tokens`;
   return (
     <div class="context" data-nearly={isNearly}>
-      {isNearly && (
+      {isNearly && known !== null && (
         <p class="context-note" role="status">
           <span>
             {used >= length ? "The context is full: nothing more fits into this chat." : "The context is nearly full: answers will be cut short."} Start a new chat, or edit an earlier question and continue from there.

@@ -58,6 +58,12 @@ const ENDS: ReadonlySet<StreamStatus> = new Set(["completed", "incomplete", "can
 export const hasEnded = (status: StreamStatus): boolean => ENDS.has(status);
 export const NEVER_SENT = "The page was closed before the server received this question. Ask it again.";
 
+/** Tokens of a request that was too long, from the server's message: it has 3012, or at least 3000. */
+export function refusedTokens(error: ClientError | null): { count: number; isAtLeast: boolean } | null {
+  const found = error?.code === "context_length_exceeded" && /\bhas (at least )?(\d+)/.exec(error.message);
+  return found ? { count: Number(found[2]), isAtLeast: found[1] !== undefined } : null;
+}
+
 export class Answer {
   readonly text = signal("");
   /** Reasoning, text and calls in order; an unchanged piece stays the same object. */

@@ -236,7 +236,7 @@ function ended(conversation: Conversation, message: Message, it: Answer, listene
   }
   it.settle();
   keepMessage(conversation, message);
-  if (isFull && !typed(conversation) && question && conversation === current.value) type(conversation, question.text);
+  if (isFull && !typed(conversation) && question?.parent && conversation === current.value) type(conversation, question.text);
   if (it.status.value === "failed") setWaiting((ids) => followers(conversation, message).forEach(({ id }) => ids.delete(id)));
   if (conversation.live.value.length === 0) announcement.value = outcomeOf(it);
 }

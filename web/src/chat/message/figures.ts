@@ -1,6 +1,7 @@
 /** The line below an answer: its state while it is not simply streaming, and its figures. */
 
-import type { Answer, Figures } from "../conversation/answer.ts";
+import type { ClientError } from "../../client/index.ts";
+import { refusedTokens, type Answer, type Figures } from "../conversation/answer.ts";
 
 export function noteOf(answer: Answer): string {
   const { position, done, total, how } = answer.progress.value;
@@ -36,4 +37,13 @@ export function figuresOf(figures: Figures, kept = 0): string[] {
     cachedTokens ? `${cachedTokens.toLocaleString()} from the prefix cache` : "",
     proposedTokens ? `${acceptedTokens.toLocaleString()} of ${proposedTokens.toLocaleString()} proposed tokens accepted` : "",
   ].filter(Boolean);
+}
+
+/** How long what was refused is, and may be; empty where the server did not count it. */
+export function lengthOf(error: ClientError, room: number | undefined, hasSystem = false): string {
+  const refused = refusedTokens(error);
+  if (!refused || room === undefined) return "";
+  const { count, isAtLeast } = refused;
+  const beside = hasSystem ? " with the system prompt" : "";
+  return `: it has ${isAtLeast ? "at least " : ""}${count.toLocaleString()} tokens${beside}, and with its answer it may have ${room.toLocaleString()}`;
 }

@@ -5,12 +5,12 @@
 import { useState } from "preact/hooks";
 import { Again, Check, Columns, Copy, Left, Onward, Pencil, Right, Tokens } from "../../ui/icons.tsx";
 import type { Answer } from "../conversation/answer.ts";
-import { isConnected, isTryingAgain } from "../../app/connection.ts";
+import { isConnected, isTryingAgain, session } from "../../app/connection.ts";
 import { continueAnswer, NOT_SENT, reasonToWait, regenerate, send, sendWaiting, takeBack, toggleTokens } from "../conversation/requests.ts";
 import { siblings, type Conversation, type Message } from "../conversation/conversation.ts";
 import { copy } from "./copy.ts";
 import { beginEdit } from "../conversation/drafts.ts";
-import { figuresOf, noteOf } from "./figures.ts";
+import { figuresOf, lengthOf, noteOf } from "./figures.ts";
 import { isFull } from "../composer/meter.tsx";
 import { Pieces, Results, Returned } from "./pieces.tsx";
 import { choose, current, isBusy, newChat, prefer, setSystem, showBeside } from "../conversation/store.ts";
@@ -24,10 +24,7 @@ interface Props {
 }
 
 export function Question({ conversation, message }: Props) {
-  const edit = () => {
-    beginEdit(conversation, message);
-    document.getElementById("prompt")?.focus();
-  };
+  const edit = () => editQuestion(conversation, message);
   const reason = reasonToWait(conversation, message);
   if (reason) return <Waiting conversation={conversation} message={message} reason={reason} />;
   return (
@@ -43,6 +40,11 @@ export function Question({ conversation, message }: Props) {
       </div>
     </article>
   );
+}
+
+function editQuestion(conversation: Conversation, message: Message): void {
+  beginEdit(conversation, message);
+  document.getElementById("prompt")?.focus();
 }
 
 function Bubble({ message }: { message: Message }) {
@@ -180,26 +182,38 @@ function Picker({ conversation, message, what }: Props & { what: string }) {
 function Fault({ conversation, message, answer }: Props & { answer: Answer }) {
   const error = answer.error.value;
   if (!error) return null;
-  const question = message.parent?.text ?? "";
-  const isFirst = conversation.path.value.length <= 2;
   if (error.code === "gone") return <Alert>{answer.text.value ? "The server no longer has this answer. The text received so far is kept." : error.message}</Alert>;
   if (error.code === "previous_response_not_found") {
     const what = answer.isCut ? "this answer, so it cannot be continued. Regenerate it instead." : "the answer that this one continues. Regenerate that answer, then continue from it.";
     return <Alert>The server no longer has {what}</Alert>;
   }
-  if (error.code !== "context_length_exceeded") return <Alert>{error.message}</Alert>;
-  if (isFirst) return <Alert>This message is too long for the model.</Alert>;
+  if (error.code !== "context_length_exceeded" || !message.parent) return <Alert>{error.message}</Alert>;
+  const length = lengthOf(error, session.value?.context_length, conversation.system.value !== "");
+  return <TooLong conversation={conversation} question={message.parent} length={length} />;
+}
+
+function TooLong({ conversation, question, length }: { conversation: Conversation; question: Message; length: string }) {
   const again = () => {
     const { system } = conversation;
     newChat();
     setSystem(current.value, system.value);
-    send(question);
+    send(question.text);
   };
+  if (question.parent) {
+    return (
+      <Alert>
+        This conversation is too long for the model{length}. Your question is kept.
+        <button class="button" type="button" onClick={again}>
+          New chat with this question
+        </button>
+      </Alert>
+    );
+  }
   return (
     <Alert>
-      This conversation is too long for the model. Your question is kept.
-      <button class="button" type="button" onClick={again}>
-        New chat with this question
+      This message is too long for the model{length}.
+      <button class="button" type="button" disabled={isBusy.value} onClick={() => editQuestion(conversation, question)}>
+        Edit this message
       </button>
     </Alert>
   );
