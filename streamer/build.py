@@ -125,7 +125,8 @@ def _fake_loaders(config: Config) -> tuple[LoadRunner, LoadTokenizer]:
 def resolve_model(config: Config) -> Path:
     """The checkpoint of a Config: the bundled folder, a path, or a hub id, fetched.
 
-    A folder, or a GGUF file; `owner/name:Q4_K_M` is the file of that quantization.
+    A folder, or a GGUF file; `owner/name:Q4_K_M` and `folder:Q4_K_M` are the file of that
+    quantization.
 
     Raises ConfigError if there is no such model.
     """
@@ -140,22 +141,42 @@ def resolve_model(config: Config) -> Path:
         if not CHECKPOINT.is_dir():
             raise ConfigError(f"the bundled model is not there: {CHECKPOINT}", param="model")
         return CHECKPOINT
-    path = Path(config.model).expanduser()
-    if path.exists():
+    if path := _local(config.model):
         return path  # what a file is, open_checkpoint says
     if _looks_like_path(config.model):
         raise ConfigError(f"there is no folder or file {config.model}", param="model")
     return _fetch(config)
 
 
+def _local(model: str) -> Path | None:
+    """The folder or file here that a model's name means, if any; ConfigError: no such GGUF file."""
+    from streamer.model.gguf.names import choose_file
+
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+    name, _, quantization = model.rpartition(":")
+    folder = Path(name).expanduser()
+    if not name or not folder.is_dir():
+        return None
+    files = [file.relative_to(folder).as_posix() for file in folder.rglob("*.gguf")]
+    return folder / choose_file(files, name, quantization)
+
+
 def _looks_like_path(model: str) -> bool:
-    """A hub id is `name` or `owner/name`, and a quantization after a colon."""
-    return model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model
+    """A hub id is `name` or `owner/name`, and a quantization or a file's name after a colon."""
+    name = model.partition(":")[0]
+    return (
+        model.startswith((".", "/", "~"))
+        or "\\" in model
+        or name.count("/") > 1
+        or name.endswith(".gguf")
+    )
 
 
 def _fetch(config: Config) -> Path:
     """A hub id's files, from the cache or the hub; progress bars if requested, on a terminal."""
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
     from rich.console import Console
 
@@ -169,10 +190,33 @@ def _fetch(config: Config) -> Path:
         if quantization:
             return _fetch_gguf(name, config.revision, quantization)
         return _fetch_folder(name, config.revision)
-    except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as e:
+    except (HFValidationError, OSError) as e:  # the hub's other errors are OSErrors
+        why = _why_not_fetched(e)
+        if "/" not in name:
+            why += "; a hub id is OWNER/NAME, such as Qwen/Qwen3-0.6B"
         raise ConfigError(
-            f"{model} is not a folder here, and the hub did not provide it: {e}", param="model"
+            f"{model} is no folder or file here, and the hub did not provide it: {why}",
+            param="model",
         ) from e
+
+
+def _why_not_fetched(error: Exception) -> str:
+    """Why the hub did not provide a model: huggingface's advice is for callers of its functions."""
+    from huggingface_hub import constants, errors
+
+    match error:
+        case errors.LocalEntryNotFoundError() if constants.HF_HUB_OFFLINE:
+            return "HF_HUB_OFFLINE is set, and it is not in the cache"
+        case errors.LocalEntryNotFoundError():
+            return "it can't be reached, and the model is not in its cache"
+        case errors.GatedRepoError():
+            return "it asks for a token (HF_TOKEN) of someone who accepted the model's terms there"
+        case errors.RepositoryNotFoundError():
+            return "it has none of this name, or none without a token (HF_TOKEN) that may read it"
+        case errors.RevisionNotFoundError():
+            return "it has no such revision of it"
+        case _:
+            return str(error).strip().partition("\n")[0].rstrip(".")
 
 
 def _fetch_folder(model: str, revision: str | None) -> Path:
@@ -268,6 +312,6 @@ def _with_folder(config: Config, folder: Path) -> Config:
     from streamer.model.gguf.names import model_name
 
     name = config.served_model_name or config.model or DEMO_NAME
-    if Path(name).expanduser().exists():
+    if config.served_model_name is None and config.model is not None and _local(config.model):
         name = model_name(folder.resolve().name)
     return replace(config, model=str(folder), served_model_name=name)

@@ -14,10 +14,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import gguf
+import httpx
 import pytest
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 import streamer.demo
-from streamer.build import loaders, resolve_model
+from streamer.build import _with_folder, loaders, resolve_model
 from streamer.config import Config
 from streamer.engine.engine import AsyncEngine
 from streamer.errors import ConfigError, ModelNotSupported
@@ -49,7 +57,10 @@ def test_a_file_is_a_gguf_or_refused_as_what_it_is(tmp_path: Path) -> None:
         open_checkpoint(file)
 
 
-@pytest.mark.parametrize("model", ["./nothing", "/nothing/here", "~/nothing", "a/b/c"])
+@pytest.mark.parametrize(
+    "model",
+    ["./nothing", "/nothing/here", "~/nothing", "a/b/c", "nope.gguf", "a/nope.gguf", "./a:Q4_0"],
+)
 def test_a_missing_path_is_never_searched_on_the_hub(model: str) -> None:
     with pytest.raises(ConfigError, match="there is no folder or file") as refusal:
         resolve_model(Config(model=model))
@@ -73,11 +84,78 @@ def test_a_draft_model_needs_the_models_tokenizer(tmp_path: Path) -> None:
         assert refusal.value.param == "speculative_model"
 
 
-def test_a_hub_id_out_of_reach_is_a_clear_refusal() -> None:
+def test_a_folder_has_the_file_of_a_quantization(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a repository has, and served by the file's name; it comes before the hub's of that id."""
+    folder = tmp_path / "some" / "model"
+    (folder / "sub").mkdir(parents=True)
+    file = folder / "sub" / "x-Q4_0.gguf"
+    file.touch()
+    monkeypatch.chdir(tmp_path)
+    for model in (f"{folder}:q4_0", "./some/model:Q4_0", "some/model:sub/x-Q4_0.gguf"):
+        config = Config(model=model)
+        found = resolve_model(config)
+        assert found.resolve() == file
+        assert _with_folder(config, found).served_model_name == "x-Q4_0"
+    with pytest.raises(ConfigError, match=r"model has no Q8_0, but: sub/x-Q4_0\.gguf"):
+        resolve_model(Config(model=f"{folder}:Q8_0"))
+
+
+def test_a_served_name_may_be_a_folders_too(tmp_path: Path) -> None:
+    name = str(tmp_path)
+    found = _with_folder(Config(model=name, served_model_name=name), tmp_path)
+    assert found.served_model_name == name
+
+
+@pytest.mark.parametrize("model", ["absent/no-such-model", "absent/no-such-model:Q8_0"])
+def test_a_hub_id_out_of_reach_is_a_clear_refusal(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tests are offline: only the cache could have it."""
-    with pytest.raises(ConfigError, match="the hub did not provide it") as refusal:
-        resolve_model(Config(model="absent/no-such-model", load_progress=False))
+    with pytest.raises(ConfigError) as refusal:
+        resolve_model(Config(model=model, load_progress=False))
     assert refusal.value.param == "model"
+    assert refusal.value.message == (
+        f"{model} is no folder or file here, and the hub did not provide it: "
+        "HF_HUB_OFFLINE is set, and it is not in the cache"
+    )
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", _unreachable)
+    with pytest.raises(ConfigError, match="it can't be reached, and the model is not in its cache"):
+        resolve_model(Config(model="absent/no-such-model", load_progress=False))
+
+
+def _unreachable(*_: object, **__: object) -> str:
+    raise LocalEntryNotFoundError("Got: ConnectError.\nPlease check your internet connection")
+
+
+@pytest.mark.parametrize("model", ["llama3", "llama3:8b"])
+def test_ollamas_names_are_told_what_a_hub_id_is(model: str) -> None:
+    with pytest.raises(ConfigError, match="; a hub id is OWNER/NAME, such as"):
+        resolve_model(Config(model=model, load_progress=False))
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (GatedRepoError, "accepted the model's terms"),
+        (RepositoryNotFoundError, "it has none of this name"),
+        (RevisionNotFoundError, "it has no such revision of it"),
+        (HfHubHTTPError, "500 Server Error"),
+    ],
+)
+def test_what_the_hub_answers_is_said_in_one_line(
+    kind: type[HfHubHTTPError], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> str:
+        response = httpx.Response(500, request=httpx.Request("GET", "http://hub"))
+        raise kind("500 Server Error\n\nadvice", response=response)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(ConfigError, match=says) as refusal:
+        resolve_model(Config(model="some/model", load_progress=False))
+    assert "advice" not in refusal.value.message
 
 
 class Hub:
@@ -149,11 +227,6 @@ def test_an_architecture_is_refused_before_its_weights_are_fetched(
     with pytest.raises(ModelNotSupported, match="'gemma3' is not one of llama, qwen2, qwen3"):
         resolve_model(Config(model="some/model:Q4_K_M"))
     assert not hub.downloads
-
-
-def test_a_quantization_out_of_reach_is_a_clear_refusal() -> None:
-    with pytest.raises(ConfigError, match="the hub did not provide it"):
-        resolve_model(Config(model="absent/no-such-model:Q8_0", load_progress=False))
 
 
 LLAMA = {

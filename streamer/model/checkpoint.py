@@ -242,10 +242,10 @@ def _weight_files(path: Path) -> dict[str, set[str] | None]:
 
 
 def _served_as(path: Path) -> str:
-    """How GGUF files are served: those of the folder, or of a repository of which it is a part."""
+    """How GGUF files are served: those of the folder, or of a repository that it was fetched of."""
     if files := sorted(f.name for f in path.glob("*.gguf")):
         return f"; a GGUF file is served by its own name: {_some(files)}"
-    return "; a GGUF file of a repository is served as REPOSITORY:Q4_K_M"
+    return "; a GGUF file is served by its own name, or as FOLDER:Q4_K_M or OWNER/NAME:Q4_K_M"
 
 
 def _refuse_pointer(file: Path) -> None:

@@ -139,7 +139,7 @@ BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
         lambda f: (shutil.rmtree(f), f.write_text("")),
         "is a file, and no GGUF; a model is a folder",
     ),
-    ("no config", lambda f: (f / "config.json").unlink(), r"no config\.json; .* REPOSITORY:Q4_K_M"),
+    ("no config", lambda f: (f / "config.json").unlink(), r"no config\.json; .* OWNER/NAME:Q4_K_M"),
     ("GGUF alone", gguf_alone, r"no config\.json; a GGUF file is served by its own name: m\.gguf"),
     ("a pointer", pointer, r"model\.safetensors is a pointer of Git LFS"),
     ("bad config", lambda f: (f / "config.json").write_text("{"), "can't be read as JSON"),
