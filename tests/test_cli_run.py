@@ -85,7 +85,10 @@ def test_chat_in_process(
 
     monkeypatch.setattr("builtins.input", read)
     assert main(["chat", "fake:length=4", "--system", "count"]) == 0
-    answers = re.findall(r"(?:\d+ ){2,}\d+", capsys.readouterr().out)
+    screen = capsys.readouterr().out
+    assert "/help lists commands" in screen
+    assert "Ctrl-D" in screen
+    answers = re.findall(r"(?:\d+ ){2,}\d+", screen)
     assert [len(numbers(answer)) for answer in answers] == [4, 4]
 
 

@@ -1,13 +1,14 @@
 """`streamer chat`: a conversation in the terminal, streamed, with its timing.
 
-Ctrl-C cancels a running answer; at the prompt it ends the program. The conversation is kept in
-memory only.
+Ctrl-C cancels a running answer; at the prompt it ends the program. A line that is one word and
+begins with a slash is a command. The conversation is kept in memory only.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING
@@ -24,7 +25,13 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-HELP = "[dim]Ctrl-C stops an answer and, at the prompt, leaves. /new starts a new conversation.[/]"
+HELP = "[dim]/help lists commands. Ctrl-C stops an answer; Ctrl-D at the prompt leaves.[/]"
+LIST, NEW, LEAVE = "this list", "begin a new conversation", "leave, as Ctrl-D and Ctrl-C do"
+COMMANDS = {
+    **dict.fromkeys(("/help", "/?"), LIST),
+    **dict.fromkeys(("/new", "/clear"), NEW),
+    **dict.fromkeys(("/exit", "/quit", "/bye"), LEAVE),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,14 +120,30 @@ def converse(
         except (EOFError, KeyboardInterrupt):
             console.print()
             return now
-        if line == "/new":
+        command = COMMANDS.get(line)
+        if command == LEAVE:
+            return now
+        if command == NEW:
             now.messages = list(opening)
             console.print("[dim]forgotten[/]")
+        elif command == LIST:
+            console.print(_listed(), style="dim", markup=False)
+        elif re.fullmatch(r"/[a-zA-Z]\S*", line):
+            console.print(f"unknown command {line}; /help lists them", style="dim", markup=False)
         elif line:
             asked = [*now.messages, {"role": "user", "content": line}]
             now.messages = _turn(runner, source, console, asked)
             now.num_asked += 1
             now.num_answered += len(now.messages) > len(asked)
+
+
+def _listed() -> str:
+    """The commands, those of one meaning on a line."""
+    lines = []
+    for meaning in (LIST, NEW, LEAVE):
+        names = ", ".join(name for name, means in COMMANDS.items() if means == meaning)
+        lines.append(f"{names:<20}{meaning}")
+    return "\n".join(lines)
 
 
 def _turn(
