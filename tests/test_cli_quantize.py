@@ -19,7 +19,8 @@ def test_the_bundled_model_in_eight_bits(
     assert main(["quantize", str(CHECKPOINT), "--to", "int8", "--out", str(out)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "compressed-tensors, 8 bits, a scale for each output" in said
-    assert "9.60 bits a weight" in said  # the embedding stays bfloat16
+    assert "9.60 bits a weight with what stays as it is: embeddings and the last matrix" in said
+    assert f"`streamer serve {out}` serves it" in said
     assert inspect_checkpoint(out).refused == ""
     assert (out / "tokenizer.json").read_bytes() == (CHECKPOINT / "tokenizer.json").read_bytes()
     assert main(["quantize", str(CHECKPOINT), "--to", "int8", "--out", str(out)]) == 1
@@ -44,7 +45,10 @@ def test_groups_of_other_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--to", "int8", "--calibration", "text"], "--calibration: int8 loses next to nothing"),
         (["--to", "fp8", "--group-size", "64"], "--group-size: fp8 has a scale for each output"),
         (["--to", "int4", "--group-size", "48"], "invalid choice: 48"),
-        (["--to", "int4", "--calibration", "missing"], "--calibration missing"),
+        (
+            ["--to", "int4", "--calibration", "missing"],
+            "--calibration missing: No such file or directory; it is the path of",
+        ),
         (["--to", "int3"], "invalid choice"),
         ([], "--to"),
     ],

@@ -6,6 +6,7 @@ Reads a folder or hub id, writes a new folder that this engine, vLLM and transfo
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,10 +66,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
     facts = inspect_checkpoint(args.out)
     size = sum(file.stat().st_size for file in args.out.glob("*.safetensors"))
     bits = 8 * size / facts.num_parameters
-    console.print(f"{args.out}: {facts.scheme}; {size:,} bytes, {bits:.2f} bits a weight")
+    says = f"{size:,} bytes, {bits:.2f} bits a weight with what stays as it is: embeddings and the "
+    console.print(f"{args.out}: {facts.scheme}; {says}last matrix", markup=False)
     if dense:
         says = f"{len(dense)} matrices stay dense: their inputs are no multiple of a group"
         console.print(f"{says}, {dense[0]} for one", markup=False)
+    console.print(f"`streamer serve {shlex.quote(str(args.out))}` serves it", markup=False)
     return 0
 
 
@@ -82,5 +85,6 @@ def _tokens(folder: Path, file: Path) -> list[int]:
         with file.open(encoding="utf-8") as f:
             text = f.read(MAX_TEXT)
     except (OSError, UnicodeDecodeError) as e:
-        raise UsageError(f"--calibration {file}: {e}") from None
+        why = e.strerror if isinstance(e, OSError) else e
+        raise UsageError(f"--calibration {file}: {why}; it is the path of a text file") from None
     return list(Tokenizer.from_folder(folder, None).encode(text))
