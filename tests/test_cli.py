@@ -34,6 +34,7 @@ from streamer.cli.serve import _serve, announce, check_bind
 from streamer.config import Config, SpeculativeConfig, settings
 from streamer.core.sizes import ModelInfo
 from streamer.errors import StreamerError
+from streamer.kernels import ops
 
 HEAVY = ("torch", "transformers", "starlette", "uvicorn", "rich", "numpy", "websockets", "jinja2")
 
@@ -86,7 +87,7 @@ def test_every_subcommand_has_help(
 
 def test_a_missing_locust_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "locust", None)
-    with pytest.raises(SystemExit, match="pip install locust"):
+    with pytest.raises(SystemExit, match=r"pip install 'streamer-llm\[loadtest\]'"):
         main(["loadtest", "locust", "--help"])
 
 
@@ -127,6 +128,13 @@ def test_wrong_usage_is_2_and_names_the_flag(
     output = capsys.readouterr()
     assert message in " ".join((output.err + output.out).split())
     assert "Traceback" not in output.err
+
+
+def test_doctor_gives_the_advice_on_a_compiler_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "there is no C compiler: install one, or `pip install ziglang`"
+    monkeypatch.setattr(ops, "why_not_native", lambda: said)
+    finding = doctor._kernels()
+    assert (finding.detail, finding.remedy) == (f"torch's own operators: {said}", "")
 
 
 def test_an_unknown_variable_is_logged_as_a_warning(

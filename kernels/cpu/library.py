@@ -94,7 +94,7 @@ def _compiler() -> list[str]:
             return [found]
     if importlib.util.find_spec("ziglang") is not None:
         return [sys.executable, "-m", "ziglang", "cc"]
-    raise Unavailable("there is no C compiler (pip install ziglang brings one)")
+    raise Unavailable("there is no C compiler: install one, or `pip install ziglang`")
 
 
 def _native_flag() -> str:

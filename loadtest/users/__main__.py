@@ -15,7 +15,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "locust":
         raise
-    sys.exit("Locust is not installed: pip install locust")
+    sys.exit("Locust is not installed: pip install 'streamer-llm[loadtest]'")
 
 from . import options
 

@@ -133,7 +133,7 @@ def _kernels() -> Finding:
     why = ops.why_not_native()
     if not why:
         return Finding("kernels", "good", "native, compiled for this CPU")
-    return Finding("kernels", "note", f"torch's own operators: {why}", "install a C compiler")
+    return Finding("kernels", "note", f"torch's own operators: {why}")  # which says what mends it
 
 
 def _bfloat16() -> Finding:
