@@ -7,10 +7,9 @@ Names are vLLM's where vLLM has one. The cli calls `load_config`; the other room
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -19,6 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from streamer.errors import ConfigError
+from streamer.spelling import as_choice, as_count, expected, hint
 
 ENVIRONMENT_PREFIX = "STREAMER_"
 FILE_VARIABLE = "STREAMER_CONFIG"
@@ -35,9 +35,8 @@ SECTIONS = {"model": "model", "max_num_seqs": "scheduling and memory", "host": "
 
 
 Limit = Annotated[int, Meta(ge=0, le=1 << 40)]
-
-
 Priority = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
+Method = Literal["suffix", "ngram", "draft_model", "none"]
 
 
 class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -75,7 +74,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     prompt_lookup_min, prompt_lookup_max  for ngram: tokens that must agree, tokens compared
     """
 
-    method: Literal["suffix", "ngram", "draft_model", "none"] | None = None
+    method: Method | None = None
     model: str | None = None
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 16
     prompt_lookup_min: Annotated[int, Meta(ge=3, le=32)] | None = None
@@ -475,8 +474,12 @@ class Setting(msgspec.Struct, frozen=True):
         """`raw` as this field's type, or ConfigError that names `where`.
 
         With `is_text`, strings become numbers and booleans, lists are comma-separated, and tables
-        are JSON.
+        are JSON. Words of other engines for the same value are taken (streamer/spelling.py).
         """
+        if self.choices and isinstance(raw, str):
+            raw = as_choice(self.name, raw)
+        elif is_text and isinstance(raw, str):
+            raw = as_count(self.name, raw)
         if self.kind == "list" and is_text:
             parts = [raw] if isinstance(raw, str) else raw
             raw = [item for part in parts for item in map(str.strip, part.split(",")) if item]
@@ -485,11 +488,11 @@ class Setting(msgspec.Struct, frozen=True):
                 raw = msgspec.json.decode(raw)
             return msgspec.convert(raw, self.type, strict=not is_text)
         except msgspec.DecodeError as error:
-            expected = str(error).partition(", got ")[0].lower()
+            wanted = expected(error, get_args(Method), self.name)
             if self.choices:
-                expected = "expected one of " + ", ".join(self.choices)
+                wanted = "expected one of " + ", ".join(self.choices)
             got = "" if self.name in SECRET else f", got {raw!r}"
-            raise ConfigError(f"{where}: {expected}{got}", param=self.name) from None
+            raise ConfigError(f"{where}: {wanted}{got}", param=self.name) from None
 
 
 @cache
@@ -593,8 +596,3 @@ def _from_file(known: Mapping[str, Setting], file: Path) -> dict[str, Any]:
             raise ConfigError(f"{file}: {key} is not a setting{hint(key, known)}", param=key)
         values[key] = setting.parse(raw, where=f"{file}: {key}", is_text=False)
     return values
-
-
-def hint(name: str, known: Iterable[str]) -> str:
-    """What a misspelt name may mean, or nothing."""
-    return "".join(f"; did you mean {c}?" for c in difflib.get_close_matches(name, [*known], n=1))

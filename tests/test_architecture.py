@@ -37,8 +37,8 @@ OUTSIDE_WORLD += " multiprocessing concurrent selectors sched subprocess torch n
 class Room(NamedTuple):
     """What a room may import: rooms and packages at module level, more of them inside functions.
 
-    The stdlib and msgspec are free unless in `never`; errors, config and handshake are open to
-    every room.
+    The stdlib and msgspec are free unless in `never`; errors, config, handshake and spelling are
+    open to every room.
     """
 
     rooms: frozenset[str] = frozenset()
@@ -60,6 +60,7 @@ ROOMS = {
     "errors": _room(),
     "config": _room(),
     "handshake": _room(),
+    "spelling": _room(),
     "tokenizer": _room("", "tokenizers jinja2", lazy_packages="transformers regex", never="torch"),
     "core": _room("", never=OUTSIDE_WORLD),
     "constraints": _room("core", "numpy", lazy_packages="llguidance"),
@@ -100,7 +101,7 @@ SERVER_FOLDERS = {
     "transport": frozenset(["errors", "service"]),
     "telemetry": frozenset[str](),
 }
-OPEN_ROOMS = frozenset(["errors", "config", "handshake", "package"])
+OPEN_ROOMS = frozenset(["errors", "config", "handshake", "spelling", "package"])
 # Programs of their own, which use the public names as any user's program would.
 USERS = frozenset(["streamer.loadtest.compare.peers.run_streamer"])
 OPEN_PACKAGES = frozenset(["msgspec", *sys.stdlib_module_names])

@@ -28,8 +28,11 @@ from streamer.cli.arguments import (
 from streamer.cli.bench import BENCHES
 from streamer.cli.commands import Command
 from streamer.cli.doctor import port_free
+from streamer.cli.generate import add_arguments as generate_arguments
 from streamer.cli.loadtest import PROGRAMS
 from streamer.cli.loop import COLLECT_AFTER
+from streamer.cli.others import COMMANDS as OTHERS_COMMANDS
+from streamer.cli.others import FLAGS
 from streamer.cli.serve import _serve, announce, check_bind
 from streamer.config import Config, SpeculativeConfig, settings
 from streamer.core.sizes import ModelInfo
@@ -94,25 +97,39 @@ def test_a_missing_locust_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["bench"], "required: WHAT see `streamer bench --help`"),
-        (["loadtest"], "required: WHAT see"),
+        (["bench"], "commands: step host time of a step"),
+        (["loadtest"], "open-loop requests when they are due"),
+        (["bench", "--x"], "required: WHAT see `streamer bench --help`"),
         (["bench", "stream", "--streams", "0,1"], "--streams: must be numbers above 0, not '0,1'"),
         (["bench", "stream", "--slow-readers", "x"], "--slow-readers: must be whole numbers"),
         (["bench", "x"], "invalid choice: 'x'"),
         (["loadtest", "x"], "invalid choice: 'x'"),
         (["loadtest", "open-loop", "--rate"], "unrecognized arguments: --rate"),
         ([], "usage: streamer"),
-        (["swerve"], "unknown command 'swerve'"),
+        (["swerve"], "unknown command 'swerve'; did you mean serve?"),
+        (["run", "llama3"], "unknown command 'run'; here: `streamer chat MODEL`"),
+        (["pull", "x"], "`streamer serve OWNER/NAME` fetches"),
         (["serve", "--prot", "1"], "unrecognized arguments: --prot; did you mean --port?"),
         (["serve", "--max-num-seq=1"], "--max-num-seq=1; did you mean --max-num-seqs?"),
         (["serve", "--max-num", "1"], "unrecognized arguments: --max-num"),
-        (["serve", "--port", "x"], "--port: expected `int`, got 'x'"),
+        (["serve", "--alias", "x"], "--alias; it is --served-model-name here see"),
+        (["serve", "a", "-c", "4096"], "-c 4096; it is --max-model-len here"),
+        (["doctor", "-c", "4096"], "unrecognized arguments: -c 4096 see"),
+        (["serve", "-hf", "a/b"], "-hf; the model is the first argument"),
+        (
+            ["serve", "--trust_remote_code", "--prot=1"],
+            "; --trust_remote_code: code of a checkpoint never runs; --prot: did you mean --port?",
+        ),
+        (["serve", "--allias", "x"], "unrecognized arguments: --allias see"),
+        (["serve", "--port", "x"], "--port: expected a whole number, got 'x'"),
+        (["serve", "--max-model-len", "four"], "--max-model-len: expected a whole number, got"),
+        (["serve", "--nnodes", "3"], "error: --nnodes 3: tensor_parallel_size 1 is not"),
         (["serve", "--dtype", "int3"], "--dtype: expected one of"),
         (["serve", "a", "--model", "b"], "MODEL is a but --model is b"),
         (["serve", "--host", "0.0.0.0"], "--host 0.0.0.0 is reachable from other machines"),
         (["serve", "--config", "absent.toml"], "absent.toml"),
-        (["generate", "hi", "--temperature", "3"], "temperature must be from 0.0 to 2.0"),
-        (["generate", "hi", "--top-k", "x"], "--top-k: expected `int`"),
+        (["generate", "hi", "--temperature", "3"], "--temperature must be from 0.0 to 2.0"),
+        (["generate", "hi", "--top-k", "x"], "--top-k: expected a whole number"),
         (["generate", " "], "PROMPT is empty"),
         (["generate", "hi", "--raw", "--system", "x"], "leave --raw out"),
         (["chat", "--url", "ftp://x"], "--url: ftp://x is not the address of a server"),
@@ -128,6 +145,39 @@ def test_wrong_usage_is_2_and_names_the_flag(
     output = capsys.readouterr()
     assert message in " ".join((output.err + output.out).split())
     assert "Traceback" not in output.err
+
+
+def test_what_other_engines_call_a_flag_is_none_of_ours_and_leads_to_one() -> None:
+    serve, generate = Parser(), Parser()
+    add_config_flags(serve)
+    generate_arguments(generate)
+    known = {*serve._option_string_actions, *generate._option_string_actions}
+    assert not known & FLAGS.keys()
+    for ours in FLAGS.values():
+        assert {word.rstrip(")") for word in re.findall(r"--[a-z-]+", ours)} <= known, ours
+    assert not COMMANDS.keys() & OTHERS_COMMANDS.keys()
+    for ours in OTHERS_COMMANDS.values():
+        (word,) = re.findall(r"`(?:streamer|hf) ([\w-]+)", ours)
+        assert word in (*COMMANDS, "cache", "--help", "--version"), ours
+
+
+def test_an_error_names_the_flag_that_was_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "hi", "--model", "fake", "--chat-template", "chatml"]) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "error: --chat-template: chatml: No such file or directory; it is the path of" in said
+    assert main(["generate", "hi", "--model", "fake", "--script", "absent"]) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "error: --script: absent: No such file or directory; it is the path of a JSON" in said
+    parser = Parser()
+    parser.add_argument("--max-model-len")
+    for message, shown in (
+        ("max_model_len 9 exceeds", "--max-model-len 9 exceeds"),
+        ("max_model_length", "max_model_length"),
+        ("the max_model_len", "the max_model_len"),
+    ):
+        assert parser.with_flag(message, "max_model_len") == shown
+    assert parser.with_flag("block_size: 3", "block_size") == "block_size: 3"
+    assert parser.with_flag("no", None) == "no"
 
 
 def test_doctor_gives_the_advice_on_a_compiler_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from streamer.cli.arguments import Parser, UsageError
-from streamer.cli.commands import Command, load
+from streamer.cli import others
+from streamer.cli.arguments import UNKNOWN, Parser, UsageError
+from streamer.cli.commands import Command, listed, load
 from streamer.errors import StreamerError
+from streamer.spelling import hint
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -73,14 +75,15 @@ def _without_command(words: list[str]) -> int:
         usage="streamer COMMAND ...",
         description="A streaming engine for language models.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="commands:\n"
-        + "\n".join(f"  {name:<10} {command.help}" for name, command in COMMANDS.items())
-        + "\n\n`streamer COMMAND --help` lists a command's flags.",
+        epilog=f"{listed(COMMANDS)}\n\n`streamer COMMAND --help` lists a command's flags.",
     )
     parser.add_argument("--version", action="version", version=f"streamer {__version__}")
     parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
     if words and not words[0].startswith("-"):
-        parser.error(f"unknown command {words[0]!r}; the commands are {', '.join(COMMANDS)}")
+        here = others.COMMANDS.get(words[0])
+        meant = f"; here: {here}" if here else hint(words[0], COMMANDS)
+        names = ", ".join(COMMANDS)
+        parser.error(f"unknown command {words[0]!r}{meant}; the commands are {names}")
     parser.parse_args(words)
     parser.print_help()
     return OK if words else USAGE
@@ -92,6 +95,12 @@ def _run(name: str, words: list[str]) -> int:
         prog=f"streamer {name}", usage="%(prog)s [ARGUMENTS]", description=COMMANDS[name].help
     )
     module.add_arguments(parser)
+    if not words and parser.epilog:  # a group of commands
+        parser.print_help()
+        return USAGE
+    for word in words:
+        if word.startswith("-h") and word in others.FLAGS:  # argparse sees -h in -hf
+            parser.error(UNKNOWN + word)
     args = parser.parse_args(words)
 
     from streamer.cli.console import new_console
@@ -100,9 +109,10 @@ def _run(name: str, words: list[str]) -> int:
     try:
         return module.run(args, console)
     except UsageError as error:
-        parser.error(str(error))
+        parser.error(parser.with_flag(error.message, error.param))
     except StreamerError as error:
-        new_console(stderr=True).print(f"[red]error:[/] {_plain(error.message)}")
+        message = parser.with_flag(error.message, error.param)
+        new_console(stderr=True).print(f"[red]error:[/] {_plain(message)}")
         return FAILED
     except OSError as error:
         if error.errno not in NO_ROOM:

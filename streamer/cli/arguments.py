@@ -16,20 +16,26 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from streamer.config import Config, Setting, hint, load_config, settings, unknown_variables
+from streamer.cli.others import flag_here
+from streamer.config import Config, Setting, load_config, settings, unknown_variables
 from streamer.core.sampling import PARAMETERS, SamplingParams
 from streamer.errors import ConfigError, InvalidRequest
+from streamer.spelling import expected, hint
 
 log = logging.getLogger(__name__)
 
 FLAGGED = tuple(p for p in PARAMETERS.values() if p.field.is_flag)
 
-
 UNKNOWN = "unrecognized arguments: "  # argparse's words
 
 
 class UsageError(Exception):
-    """A wrong command line: exit code 2."""
+    """A wrong command line: exit code 2. `param`: the field with which the message begins."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,9 +47,24 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line and exit code 2; the full usage would bury the message under forty flags."""
         if message.startswith(UNKNOWN):
-            first = message.removeprefix(UNKNOWN).partition(" ")[0].partition("=")[0]
-            message += hint(first, self._option_string_actions)
+            words = message.removeprefix(UNKNOWN).split(" ")
+            flags = dict.fromkeys(word.partition("=")[0] for word in words if word[:1] == "-")
+            message += "".join(self._meant(flag, len(flags) > 1) for flag in flags)
         self.exit(2, f"{self.prog}: error: {message}\nsee `{self.prog} --help`\n")
+
+    def _meant(self, flag: str, is_named: bool) -> str:
+        """What an unknown flag may mean, or nothing; of several, each is named."""
+        here = flag_here(flag, self._option_string_actions)
+        text = f"; {here}" if here else hint(flag, self._option_string_actions)
+        return text.replace("; ", f"; {flag}: ", 1) if is_named else text
+
+    def with_flag(self, message: str, param: str | None) -> str:
+        """The message with the flag in place of the field with which it begins, if it does."""
+        flag = "--" + (param or "").replace("_", "-")
+        rest = message.removeprefix(param or "")
+        if flag not in self._option_string_actions or rest[:1] not in (":", " "):
+            return message
+        return flag + rest
 
 
 def add_config_flags(
@@ -111,7 +132,7 @@ def config_from(
     try:
         config = load_config(given, environment, args.config)
     except ConfigError as error:
-        raise UsageError(error.message) from None
+        raise UsageError(error.message, error.param) from None
     if start_log is not None:
         start_log(config)
     for unknown in unknown_variables(environment):
@@ -151,11 +172,10 @@ def sampling_from(args: argparse.Namespace) -> dict[str, Any]:
         try:
             given[name] = msgspec.convert(raw, kind, strict=False)
         except msgspec.ValidationError as error:
-            expected = str(error).partition(", got ")[0].lower()
             flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag}: {expected}, got {raw!r}") from None
+            raise UsageError(f"{flag}: {expected(error)}, got {raw!r}") from None
     try:
         SamplingParams(**given)
     except InvalidRequest as error:
-        raise UsageError(error.message) from None
+        raise UsageError(error.message, error.param) from None
     return given

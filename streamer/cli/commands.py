@@ -50,10 +50,18 @@ def load(command: Command) -> CommandModule:
         ) from None
 
 
+def listed(commands: Mapping[str, Command]) -> str:
+    """The commands as `--help` lists them, each with its line."""
+    width = max(map(len, commands))
+    lines = (f"  {name:<{width}}  {command.help}" for name, command in commands.items())
+    return "commands:\n" + "\n".join(lines)
+
+
 def add_subcommands(parser: argparse.ArgumentParser, commands: Mapping[str, Command]) -> None:
     """The name of one of these commands; the words after it are that command's flags."""
-    listed = "; ".join(f"{name}: {command.help}" for name, command in commands.items())
-    parser.add_argument("what", metavar="WHAT", choices=commands, help=listed)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = listed(commands)
+    parser.add_argument("what", metavar="WHAT", choices=commands, help="a command of these")
     rest = parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     rest.required = False  # else the error for a missing WHAT names both
     parser.set_defaults(prog=parser.prog)

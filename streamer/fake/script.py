@@ -60,5 +60,8 @@ def read_script(path: str) -> Script:
     """The script of a file; ConfigError if it is not one."""
     try:
         return Script(tuple(msgspec.json.decode(Path(path).read_bytes(), type=list[Line])))
-    except (OSError, msgspec.DecodeError) as e:
-        raise ConfigError(f"script {path}: {e}", param="script") from None
+    except OSError as e:
+        what = "it is the path of a JSON file"
+        raise ConfigError(f"script: {path}: {e.strerror}; {what}", param="script") from None
+    except msgspec.DecodeError as e:
+        raise ConfigError(f"script: {path}: {e}", param="script") from None

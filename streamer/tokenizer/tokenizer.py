@@ -318,7 +318,10 @@ def read_template(file: str) -> str:
     try:
         return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as e:
-        raise ConfigError(f"chat template {file}: {e}", param="chat_template") from e
+        why = e.strerror if isinstance(e, OSError) else e
+        raise ConfigError(
+            f"chat_template: {file}: {why}; it is the path of a Jinja file", param="chat_template"
+        ) from e
 
 
 def _find_templates(path: Path, settings: Mapping[str, Any], given: str | None) -> dict[str, Any]:
