@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from streamer.config import Config
+from streamer.config import Config, settings
 from streamer.core.plan import FinishReason, TokenLogprob
 from streamer.core.sampling import SamplingParams
 from streamer.errors import ConfigError, EngineDead, InvalidRequest, RequestFailed
+from streamer.spelling import hint
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -90,6 +91,10 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, **config: Any) -> None:
+        known = [setting.name for setting in settings()]
+        for name in config:
+            if name not in known:
+                raise ConfigError(f"{name} is not a setting{hint(name, known)}", param=name)
         self.config = Config(model=model, **config)
         if self.config.journal is not None:
             raise ConfigError(

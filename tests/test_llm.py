@@ -26,6 +26,12 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
+def test_a_misspelt_setting_is_refused_with_the_near_name() -> None:
+    with pytest.raises(ConfigError, match="did you mean gpu_memory_utilization") as refusal:
+        LLM("fake", gpu_memory_utilisation=0.3)
+    assert refusal.value.param == "gpu_memory_utilisation"
+
+
 def test_answers_come_in_the_order_of_the_prompts(llm: LLM) -> None:
     prompts = [f"count to {1 + i % 9}" for i in range(60)]  # far more than rows and queue
     outputs = llm.generate(prompts, progress=False)
