@@ -13,9 +13,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-NEAR = (
-    0.75  # --prot is to --port as 0.83; --alias is to --replicas, which it does not mean, as 0.71
-)
+# --prot is to --port as 0.83; --alias is to --replicas, which it does not mean, as 0.71.
+NEAR = 0.75
 # Of a choice: vLLM's, torch's and llama.cpp's words for the same thing.
 SAME = {
     "dtype": {
