@@ -399,7 +399,11 @@ class NoticeKind(enum.Enum):
 
 
 class Notice(msgspec.Struct, frozen=True):
-    """A change of a request's state, for the page and the extension events."""
+    """A change of a request's state, for the page and the extension events.
+
+    age_s  of RUNNING: seconds from the planning of the step to the notice, which comes with the
+           step's output; 0 from the scheduler, which has no clock
+    """
 
     request_id: str
     kind: NoticeKind
@@ -409,6 +413,7 @@ class Notice(msgspec.Struct, frozen=True):
     position: int = 0
     cached_tokens: int = 0
     shared_tokens: int = 0
+    age_s: float = 0.0
 
 
 class StepStats(msgspec.Struct, frozen=True):

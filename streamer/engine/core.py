@@ -16,7 +16,17 @@ from typing import Any, Final, Protocol
 from msgspec.structs import replace
 
 from streamer.constraints.grammars import Grammars
-from streamer.core.plan import Add, Command, Facts, Notice, Plan, StepOutput, StepResult, StepTimes
+from streamer.core.plan import (
+    Add,
+    Command,
+    Facts,
+    Notice,
+    NoticeKind,
+    Plan,
+    StepOutput,
+    StepResult,
+    StepTimes,
+)
 from streamer.core.recovery.trials import Fault, Verdict
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler
@@ -332,8 +342,9 @@ class EngineCore:
         times = StepTimes(
             launched - began - launch_s, launch_s, collected - launched, applied - collected
         )
+        notices = _aged(output.notices, applied - began) if output.notices else ()
         positions = self._queue_positions(applied)
-        return replace(output, times=times, notices=(*output.notices, *positions))
+        return replace(output, times=times, notices=(*notices, *positions))
 
     def _queue_positions(self, now: float) -> tuple[Notice, ...]:
         """Notices of queue positions for readers that asked, at most once every POSITIONS_S.
@@ -395,3 +406,10 @@ class EngineCore:
                 raise StepFailed(plan) from error
             launch_s += time.perf_counter() - began
         return launch_s
+
+
+def _aged(notices: Sequence[Notice], age_s: float) -> list[Notice]:
+    """A step's notices; those of RUNNING say how long ago it was planned, with depth 1 as well:
+    they are made by the iteration's own plan, though they come with the result of an earlier one.
+    """
+    return [replace(n, age_s=age_s) if n.kind is NoticeKind.RUNNING else n for n in notices]

@@ -554,9 +554,8 @@ class TokenStream:
         if notice == self._notice:  # a replica's, after its ingress's own
             return
         if notice.kind is NoticeKind.RUNNING and self._started is None:
-            self._started = time.perf_counter()
-            self.cached_tokens = notice.cached_tokens
-            self.shared_tokens = notice.shared_tokens
+            self._started = max(self._submitted, time.perf_counter() - notice.age_s)
+            self.cached_tokens, self.shared_tokens = notice.cached_tokens, notice.shared_tokens
             self._notify_observers()
         self._notice = notice
         for reader in self._readers:

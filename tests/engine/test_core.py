@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -122,6 +123,28 @@ def test_with_depth_1_the_next_plan_is_launched_before_the_last_is_collected() -
         assert log.index(f"launch {number + 1}") < log.index(f"collect {number}")
     for number in (1, 2):  # but never more than one ahead
         assert log.index(f"collect {number}") < log.index(f"launch {number + 2}")
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_request_begins_when_its_step_is_planned(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its notice travels with the step's output: the first chunk was booked as time in the queue.
+
+    With a plan ahead, that output is the one of the plan before, which was collected meanwhile."""
+    rig, now = Rig(depth), 0.0
+
+    def collected(number: int) -> None:
+        nonlocal now
+        now += 10.0
+        if number == 1:
+            rig.add("second", max_tokens=2)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    rig.runner.on_collect = collected
+    rig.add("first", max_tokens=3)
+    notices = [n for o in rig.run() for n in o.notices if n.kind is NoticeKind.RUNNING]
+    assert [(n.request_id, n.age_s) for n in notices] == [("first", 10.0), ("second", 10.0)]
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import aclosing
 
 import pytest
@@ -220,6 +221,20 @@ async def test_timing_is_filled_in_as_the_stream_goes_on() -> None:
     assert 0 <= t.queue_s <= t.first_token_s <= t.total_s
     assert t.queue_s + t.prefill_s == pytest.approx(t.first_token_s)
     assert t.per_token_s * 2 <= t.total_s
+
+
+async def test_the_step_that_first_computes_a_request_is_no_time_in_the_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    stream, early = lone_stream(), lone_stream()
+    now = 103.0
+    stream.notify(Notice("r", NoticeKind.RUNNING, age_s=2.0))
+    write(stream, "a")
+    assert (stream.timing.queue_s, stream.timing.prefill_s) == (1.0, 2.0)
+    early.notify(Notice("r", NoticeKind.RUNNING, age_s=4.0))  # it came while that step began
+    assert early.timing.queue_s == 0.0
 
 
 # ---------------------------------------------------------------- the end

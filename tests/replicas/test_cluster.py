@@ -32,6 +32,13 @@ async def test_streams_over_two_replicas_are_whole() -> None:
         assert cluster.snapshot().finished == 12
 
 
+async def test_a_first_step_elsewhere_is_no_time_in_the_queue() -> None:
+    async with replicas(1, model="fake:tokens_per_s=5") as found, found.ingress() as cluster:
+        stream = cluster.submit(request(max_tokens=2))
+        await read(stream)
+        assert stream.timing.prefill_s == pytest.approx(0.2, abs=0.1)
+
+
 async def test_a_lost_replicas_streams_go_on_in_the_other_with_the_same_tokens() -> None:
     async with replicas(model="fake:tokens_per_s=500") as found, found.ingress() as cluster:
         asked = [request(i) for i in range(8)]
