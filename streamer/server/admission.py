@@ -50,6 +50,7 @@ LIMITED: Final = (  # fields of KeyLimits that count something
 )
 DEADLINE: Final = "x-request-timeout"  # seconds
 READ_TIMEOUTS: Final = ("x-stainless-read-timeout", "x-stainless-timeout")  # OpenAI's clients'
+GRACE_S: Final = 1.0  # beyond those: the client is to end it first, with its own error
 MAX_DEADLINE_S: Final = 86_400.0
 
 Header = tuple[bytes, bytes]
@@ -70,7 +71,8 @@ def deadline_of(scope: Scope, *, is_whole: bool) -> float | None:
     """Seconds after which the client stops waiting for the answer; None: no header says.
 
     X-Request-Timeout, in seconds; for a whole answer also the headers of OpenAI's clients, which
-    limit the wait for the next byte. InvalidRequest if X-Request-Timeout is no number above 0.
+    limit the wait for the next byte, and GRACE_S more. InvalidRequest if X-Request-Timeout is no
+    number above 0.
     """
     headers = Headers(scope=scope)
     given = [(DEADLINE, headers[DEADLINE])] if DEADLINE in headers else []
@@ -83,7 +85,7 @@ def deadline_of(scope: Scope, *, is_whole: bool) -> float | None:
         except ValueError:
             seconds = math.nan
         if seconds > 0:
-            found.append(seconds)
+            found.append(seconds if name == DEADLINE else seconds + GRACE_S)
         elif name == DEADLINE:
             raise InvalidRequest(f"{name}: expected seconds above 0", param=name)
     return min(*found, MAX_DEADLINE_S) if found else None

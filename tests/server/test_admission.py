@@ -127,7 +127,8 @@ def test_without_keys_callers_may_only_lower_their_priority() -> None:
         ({}, True, None),
         ({"x-request-timeout": "15"}, False, 15.0),
         ({"x-request-timeout": "1e9"}, False, 86_400.0),
-        ({"x-stainless-read-timeout": "600"}, True, 600.0),  # openai for Python
+        ({"x-stainless-read-timeout": "600"}, True, 601.0),  # openai for Python, which ends first
+        ({"x-stainless-read-timeout": "1e9"}, True, 86_400.0),
         ({"x-stainless-timeout": "60", "x-request-timeout": "2.5"}, True, 2.5),  # for JS
         ({"x-stainless-timeout": "60"}, False, None),  # of a stream: until the next byte
         ({"x-stainless-timeout": "NaN"}, True, None),
