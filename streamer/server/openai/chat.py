@@ -338,8 +338,8 @@ class ChatAnswer:
         (self._stream,) = streams
         self._body = body
         self._model = model
-        self._text = token_id_text if body.return_tokens_as_token_ids else text
-        self._token_text = text
+        self._text = text
+        self._names = token_id_text if body.return_tokens_as_token_ids else text
         self._fingerprint = fingerprint
         self._n = self._stream.params.n
         self._numbers = [0] * self._n if after is None else list(after)
@@ -437,7 +437,7 @@ class ChatAnswer:
                     index,
                     message,
                     reason,
-                    Logprobs(chat_logprobs(values, self._text)) if self._body.logprobs else None,
+                    Logprobs(chat_logprobs(values, self._text, self._names)) if self._body.logprobs else None,
                     only_if(bool(self._body.return_token_ids), ids),
                     stop_reason(finish, self._stream.params) if finish is not None else None,
                     *scores_of(finish),
@@ -465,7 +465,7 @@ class ChatAnswer:
     def _prompt_logprobs(self) -> Any:
         if self._body.prompt_logprobs is None:
             return UNSET
-        return scored_prompt(self._stream.prompt_logprobs, self._token_text)
+        return scored_prompt(self._stream.prompt_logprobs, self._text)
 
     def _text_frame(self, d: Delta) -> bytes:
         if self._is_plain:
@@ -476,7 +476,7 @@ class ChatAnswer:
         choice = ChunkChoice(
             d.choice,
             ChunkDelta(content=d.text),
-            Logprobs(chat_logprobs(d.logprobs, self._text)) if d.logprobs else None,
+            Logprobs(chat_logprobs(d.logprobs, self._text, self._names)) if d.logprobs else None,
             None,
             only_if(bool(self._body.return_token_ids), d.token_ids),
         )

@@ -102,7 +102,7 @@ class ParsedChatAnswer(ChatAnswer):
         choice = ChunkChoice(
             d.choice,
             self._delta(d.choice, events),
-            Logprobs(chat_logprobs(d.logprobs, self._text)) if d.logprobs else None,
+            Logprobs(chat_logprobs(d.logprobs, self._text, self._names)) if d.logprobs else None,
             None,
             only_if(bool(self._body.return_token_ids), d.token_ids),
         )

@@ -129,11 +129,13 @@ class JsonSchema(msgspec.Struct):
 
 class ResponseFormat(msgspec.Struct):
     """OpenAI's `response_format`; `schema` beside json_object is what others write, and so is
-    structural_tag with what vLLM's has."""
+    structural_tag with what vLLM's has. TGI's is `json` or json_object with the schema as `value`.
+    """
 
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag", "json"]
     json_schema: JsonSchema | None = None
     schema: dict[str, Any] | None = None
+    value: dict[str, Any] | None = None
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
     format: dict[str, Any] | None = None
@@ -148,10 +150,11 @@ class ResponseFormat(msgspec.Struct):
             names = ("structures", "triggers", "format")
             tag = {k: v for k, v in zip(names, form, strict=True) if v is not None}
             return TextFormat({"structural_tag": tag}, "response_format")
-        if self.type == "json_object" and self.schema is None:
+        if self.type in ("json", "json_object"):
+            for name, schema in (("schema", self.schema), ("value", self.value)):
+                if schema is not None:
+                    return TextFormat({"json": schema}, f"response_format.{name}")
             return TextFormat({"json_object": True}, "response_format")
-        if self.type == "json_object":
-            return TextFormat({"json": self.schema}, "response_format.schema")
         if self.json_schema is None or self.json_schema.schema is None:
             path = "response_format.json_schema" + (".schema" if self.json_schema else "")
             raise InvalidRequest(f"{path} is required", param=path, code="missing_field")
@@ -468,15 +471,21 @@ class TokenText(Protocol):
 LOGPROB_FLOOR = -9999.0
 
 
-def chat_logprobs(logprobs: Sequence[TokenLogprob], text: TokenText) -> list[ChatLogprob]:
-    """Log probabilities of consecutive tokens in chat's form."""
+def chat_logprobs(
+    logprobs: Sequence[TokenLogprob], text: TokenText, names: TokenText | None = None
+) -> list[ChatLogprob]:
+    """Log probabilities of consecutive tokens in chat's form.
+
+    names  what stands for a token's text; its bytes are its own
+    """
     known: dict[int, tuple[str, list[int]]] = {}  # an answer of 8,000 tokens may have 160,000
 
     def parts(token_id: int) -> tuple[str, list[int]]:
         found = known.get(token_id)
         if found is None:
             raw = text(token_id)
-            found = known[token_id] = show(raw), list(raw)
+            name = raw if names is None else names(token_id)
+            found = known[token_id] = show(name), list(raw)
         return found
 
     return [

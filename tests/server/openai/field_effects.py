@@ -408,6 +408,8 @@ def return_tokens_as_token_ids(asker: Asker, kind: str) -> None:
         assert found["text_offset"][:2] == [0, 2]  # of the text, whatever stands for its tokens
     else:
         assert [t["token"] for t in found["content"]] == ids
+        own = asker.ask(kind, **logprobs).choices[0]["logprobs"]["content"]
+        assert [t["bytes"] for t in found["content"]] == [t["bytes"] for t in own]
 
 
 def continue_final_message(asker: Asker, kind: str) -> None:

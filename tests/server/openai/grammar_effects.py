@@ -65,6 +65,9 @@ def response_format(asker: Asker, kind: str) -> None:
         ({"type": "text"}, None),
         ({"type": "json_object"}, Grammar("json_object")),
         ({"type": "json_object", "schema": {}}, Grammar("json", "{}")),
+        ({"type": "json_object", "value": {}}, Grammar("json", "{}")),  # huggingface_hub's
+        ({"type": "json", "value": {}}, Grammar("json", "{}")),
+        ({"type": "json"}, Grammar("json_object")),
         ({"type": "structural_tag", **STRUCTURES}, Grammar("structural_tag", TAG)),
     ]:
         assert params(asker, kind, response_format=form).structured_outputs == made
