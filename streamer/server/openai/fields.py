@@ -134,11 +134,13 @@ class Reader(Generic[T]):
         union: Any = Union[tuple(whole)]  # noqa: UP007
         codec = msgspec.msgpack if is_packed else msgspec.json
         self._decode = codec.Decoder(union).decode
+        # Takes 5.0 for 5, but also "5": it is for bodies that have a number like that alone.
+        self._decode_whole = None if is_packed else codec.Decoder(union, strict=False).decode
 
     def decode(self, data: bytes | str) -> T:
         """The typed body; InvalidRequest whose `param` is the path of the first field at fault."""
         try:
-            found: T = self._decode(data)
+            found = self._found(data)
             kind = self._plain.get(type(found))
             found = found if kind is None else self._checked(found, kind)
             if self._is_packed:
@@ -158,6 +160,16 @@ class Reader(Generic[T]):
             raise InvalidRequest(
                 f"{path or 'the body'} is nested too deeply", param=path, code="invalid_json"
             ) from None
+
+    def _found(self, data: bytes | str) -> T:
+        """The Struct as it came. JSON has one type of numbers: 5.0 is taken where 5 is."""
+        try:
+            found: T = self._decode(data)
+        except msgspec.ValidationError as e:
+            if self._decode_whole is None or "got `float`" not in str(e):
+                raise
+            found = self._decode_whole(data)
+        return found
 
     def _checked(self, found: T, kind: type[T]) -> T:
         """The body alone: a value as it came would keep all of the data alive."""

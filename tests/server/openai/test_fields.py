@@ -91,6 +91,19 @@ def test_a_number_is_not_a_truth_value() -> None:
     decode("chat", length_penalty=1)
 
 
+def test_a_whole_number_may_be_written_with_a_point() -> None:
+    """JSON has one type of numbers; in a value of any type they stay as they are."""
+    schema = {"json": {"const": 1.0}}
+    body = decode("completions", max_tokens=5.0, top_k=2e0, structured_outputs=schema)
+    assert (body.max_tokens, body.top_k) == (5, 2)
+    assert isinstance(body.structured_outputs["json"]["const"], float)
+    assert decode("completions", prompt=[1.0, 2]).prompts() == [(1, 2)]
+    for wrong in (5.5, "5", 1e30):
+        with pytest.raises(InvalidRequest) as caught:
+            decode("completions", max_tokens=wrong)
+        assert (caught.value.param, caught.value.code) == ("max_tokens", "invalid_type")
+
+
 def test_unknown_fields_are_ignored() -> None:
     assert decode("chat", nobody_knows_this=[1, 2]).messages[0].content == "hello"
 
