@@ -44,6 +44,10 @@ TOO_LONG: Final = (
 )
 MAX_REFERENCES: Final = 600  # SQL's SELECT has 90
 TOO_AMBIGUOUS: Final = f"its rules name rules more than {MAX_REFERENCES} times"
+GBNF: Final = (
+    "it has ::=, as GBNF and EBNF write rules, which are not taken: a grammar is in the form of "
+    'Lark, such as start: "a" | "b"'
+)
 # Keywords that say nothing of a value: beside a reference they intersect nothing.
 _NOTES = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 _NOTES |= {"$id", "$schema", "$comment", "$anchor", "$defs", "definitions"}
@@ -181,6 +185,8 @@ def lark_too_costly(text: str) -> str | None:
     operators = _TEXTS.sub("", text)
     if len(_CROSSING.findall(operators)) > MAX_CROSSED:
         return TOO_MANY
+    if "::=" in operators:
+        return GBNF
     if "::" in operators:
         return "it has rules with parameters (::)"
     own = sum(each[1].islower() for each in _DEFINITION.finditer(operators))

@@ -34,6 +34,7 @@ def structured_outputs(asker: Asker, kind: str) -> None:
         ({"json": BAD}, ".json", "uniqueItems"),
         ({"regex": "(?=a)"}, ".regex", "look-ahead"),
         ({"grammar": "start: other"}, ".grammar", "other"),
+        ({"grammar": 'root ::= "a" | "b"'}, ".grammar", 'Lark, such as start: "a" | "b"'),
         ({"choice": []}, ".choice", "choice"),
         ({"regex": "a", "choice": ["a"]}, "", "exactly one"),
         ({"structural_tag": "{}"}, ".structural_tag", "structures is required"),
