@@ -122,6 +122,7 @@ class Server(uvicorn.Server):
         if is_stopping and self._drain is None:
             self._drain = asyncio.create_task(self._drain_all())
         if self._service.engine.is_dead:
+            self._service.bodies.refuse(self._service.engine.unavailable())
             await self._service.wait_idle(FLUSH_S)  # every stream receives its error
             self.should_exit = True
         return await super().on_tick(counter)
@@ -131,6 +132,19 @@ class Server(uvicorn.Server):
         if self._tick_s is not None:
             self._service.metrics.loop_late_s.observe(max(0.0, now - self._tick_s))
         self._tick_s = now + TICK_S
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's, before which connections end that take nothing for FLUSH_S: their clients
+        read nothing. uvicorn would cancel the requests, each with a traceback."""
+        timer = asyncio.get_running_loop().call_later(FLUSH_S, self._abort_all)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+    def _abort_all(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     async def _drain_all(self) -> None:
         try:
@@ -301,7 +315,7 @@ def _uvicorn_config(service: Service, config: Config) -> uvicorn.Config:
         root_path=config.root_path,
         ssl_certfile=config.ssl_certfile,
         ssl_keyfile=config.ssl_keyfile,
-        timeout_graceful_shutdown=int(FLUSH_S),
+        timeout_graceful_shutdown=int(FLUSH_S) + 1,  # after `shutdown` has ended them
         access_log=False,
         log_config=None,
         server_header=False,

@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from streamer.config import Config
+from streamer.engine.refusals import fresh_copy
 from streamer.errors import (
     ClientLeft,
     Forbidden,
@@ -220,6 +221,14 @@ class Bodies:
         self._num_bytes = 0
         self._coming: dict[_Coming, None] = {}  # the oldest first
         self._used: Counter[str] = Counter()  # bytes by tenant
+        self._refusal: StreamerError | None = None  # of what is not there yet
+
+    def refuse(self, error: StreamerError) -> None:
+        """Wait for no body any more: those on their way in, and to come, are refused with this."""
+        self._refusal = error
+        for coming in list(self._coming):
+            self._forget(coming)
+            coming.patience.reschedule(0.0)
 
     async def read(self, request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
         """The whole body, counted while it comes in; TooLarge beyond `limit` bytes.
@@ -238,7 +247,7 @@ class Bodies:
         if declared.isdecimal() and int(declared) > limit:
             raise TooLarge(f"the body has {declared} bytes, the limit is {limit}")
         try:
-            async with asyncio.timeout(None) as patience:
+            async with asyncio.timeout(None if self._refusal is None else 0.0) as patience:
                 coming = _Coming(patience)
                 self._coming[coming] = None
                 try:
@@ -246,6 +255,8 @@ class Bodies:
                 finally:
                     self._forget(coming)
         except TimeoutError:
+            if self._refusal is not None:
+                raise fresh_copy(self._refusal) from None
             raise Overloaded("too many bodies are on their way in at once") from None
 
     @contextlib.contextmanager

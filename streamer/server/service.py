@@ -152,7 +152,8 @@ class Service:
         return partial(self._drain_callbacks.pop, key, None)
 
     def begin_drain(self, deadline_s: float) -> None:
-        """Call every callback that `on_drain` registered."""
+        """Call every callback that `on_drain` registered; refuse the bodies on their way in."""
+        self.bodies.refuse(draining())
         for callback in list(self._drain_callbacks.values()):
             callback(deadline_s)
 

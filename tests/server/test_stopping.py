@@ -7,6 +7,7 @@ import contextlib
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -216,6 +217,61 @@ def test_a_forced_end_does_not_wait_for_the_drain() -> None:
             with contextlib.suppress(httpx.HTTPError):  # its body may be cut anywhere
                 list(lines)
         assert process.wait(DEADLINE_S) == 0
+
+
+# ---------------------------------------------------------------- clients that do nothing
+
+
+def _opened(url: str, asked: bytes) -> socket.socket:
+    """A connection that has sent this, and reads no more than a kernel's smallest buffer."""
+    host, port = url.removeprefix("http://").split(":")
+    found = socket.socket()
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    found.settimeout(DEADLINE_S)
+    found.connect((host, int(port)))
+    found.sendall(asked)
+    return found
+
+
+def _posted(path: str, body: bytes, length: int) -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n"
+    return head.encode() + body
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("/v1/completions", b"503"), ("/v1/messages", b"529"), ("/tokenize", b"503")],
+)
+def test_a_body_on_its_way_in_is_refused_when_the_server_stops(path: str, status: bytes) -> None:
+    """Its request was cancelled in the end: a 500 that was no JSON, and a traceback."""
+    with serving("fake:tokens_per_s=50", "--drain-timeout", "600") as (process, url, _):
+        body = {**CHAT, **ENDLESS_BODY}
+        with httpx.stream("POST", url + "/v1/chat/completions", json=body) as response:
+            next(response.iter_lines())  # the drain waits for it
+            with _opened(url, _posted(path, b"{", 100)) as half:
+                process.send_signal(signal.SIGTERM)
+                answer = half.recv(1 << 16)
+        assert answer.startswith(b"HTTP/1.1 " + status)
+        assert b"the server is shutting down" in answer.partition(b"\r\n\r\n")[2]
+        assert process.wait(DEADLINE_S) == 0
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+
+
+async def test_clients_that_read_nothing_end_quietly_with_the_server() -> None:
+    with serving("fake", "--drain-timeout", "0.2") as (process, url, _):
+        body = json.dumps({**CHAT, **ENDLESS_BODY}).encode()
+        watch = b"GET /v1/engine?stream=true HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        chat = _posted("/v1/chat/completions", body, len(body))
+        with _opened(url, chat), _opened(url, watch):
+            async with asyncio.timeout(DEADLINE_S), httpx.AsyncClient(timeout=60) as client:
+                await _until_paused(client, url)
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(process.wait, DEADLINE_S) == 0
+        assert process.stderr is not None
+        output = process.stderr.read()
+    assert "Traceback" not in output
+    assert "ERROR" not in output
 
 
 # ---------------------------------------------------------------- a signal while it hangs

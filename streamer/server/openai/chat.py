@@ -437,7 +437,9 @@ class ChatAnswer:
                     index,
                     message,
                     reason,
-                    Logprobs(chat_logprobs(values, self._text, self._names)) if self._body.logprobs else None,
+                    Logprobs(chat_logprobs(values, self._text, self._names))
+                    if self._body.logprobs
+                    else None,
                     only_if(bool(self._body.return_token_ids), ids),
                     stop_reason(finish, self._stream.params) if finish is not None else None,
                     *scores_of(finish),
