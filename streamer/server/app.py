@@ -29,7 +29,7 @@ from streamer.server.admission import LimitHeaders, tenant_of
 from streamer.server.answering import chat_answer
 from streamer.server.anthropic.routes import MessageRoutes
 from streamer.server.context import Context
-from streamer.server.errors import error_answer
+from streamer.server.errors import error_answer, id_headers
 from streamer.server.gate import Gate
 from streamer.server.ollama.routes import OllamaRoutes
 from streamer.server.openai import chat, completions, embeddings, tokenizing
@@ -274,7 +274,8 @@ def json(body: bytes, status: int = 200) -> Response:
 async def nothing_there(scope: Scope, receive: Receive, send: Send) -> None:
     """The 404 of every other path, for requests and handshakes."""
     if scope["type"] == "websocket":
-        await deny(scope, send, NotFound(f"there is no WebSocket at {scope['path']}"))
+        text = f"there is no WebSocket at {scope['path']}{_perhaps(scope)}"
+        await deny(scope, send, NotFound(text))
     else:
         raise HTTPException(404)
 
@@ -284,21 +285,23 @@ async def on_error(metrics: Metrics, request: Request, error: Exception) -> Resp
     headers: Mapping[str, str] = {}
     if isinstance(error, HTTPException):
         headers = error.headers or headers
-        if error.status_code == 405:
-            headers = {"allow": _allowed(request)}
         where = f"{request.method} {request.url.path}"
         if error.status_code == 404:
-            error = NotFound(f"there is nothing at {where}")
+            error = NotFound(f"there is nothing at {where}{_perhaps(request.scope)}")
         else:
-            status, error = error.status_code, InvalidRequest(f"{where}: {error.detail}")
+            text = f"{where}: {error.detail}"
+            if error.status_code == 405:
+                headers = {"allow": _allowed(request)}
+                text += f"; it takes {headers['allow']}{_upgrade(request)}"
+            status, error = error.status_code, InvalidRequest(text)
             error.status = status
     elif not isinstance(error, StreamerError):
         log.error("a handler failed", exc_info=error)
         error = StreamerError("internal error", code="internal")
-    if not (error.status == 503 and request.url.path.endswith(PROBES)):  # only a probe
-        metrics.refused(error)
     status, body = error_answer(error, request.url.path)
     response = json(body, status)
+    if not (error.status == 503 and request.url.path.endswith(PROBES)):  # only a probe
+        response.raw_headers += id_headers(metrics.refused(error))
     response.headers.update(headers)
     if isinstance(error, Overloaded):
         response.headers["retry-after"] = str(math.ceil(error.retry_after_s))
@@ -312,6 +315,21 @@ def _allowed(request: Request) -> str:
     routes = [r for r in request.app.routes if isinstance(r, Route)]
     path = next(r.path for r in routes if r.matches(request.scope)[0] is not Match.NONE)
     return ", ".join(sorted({m for r in routes if r.path == path for m in r.methods or ()}))
+
+
+def _upgrade(request: Request) -> str:
+    """What to add for a path where a WebSocket is opened, too."""
+    sockets = [r.path for r in request.app.routes if isinstance(r, WebSocketRoute)]
+    path = request.url.path.removeprefix(request.scope.get("root_path", ""))
+    return ", and a GET with an Upgrade header opens a WebSocket" if path in sockets else ""
+
+
+def _perhaps(scope: Scope) -> str:
+    """What to add for a path that has a route behind /v1, which base URLs may lack."""
+    root = scope.get("root_path", "")
+    path = f"{root}/v1{scope['path'].removeprefix(root)}"
+    found = (r.matches({**scope, "path": path})[0] for r in scope["app"].routes)
+    return f"; did you mean {path}?" if any(m is not Match.NONE for m in found) else ""
 
 
 def build_app(engine: Engine, config: Config) -> ASGIApp:

@@ -1,7 +1,8 @@
 """Errors as the wire has them: OpenAI's object, Anthropic's or Ollama's, of any StreamerError.
 
-Values in, values or bytes out; imports nothing of the server. Whatever answers uses it: bodies,
-handlers, the guard and the connections themselves.
+Also the headers with an answer's id, which errors have as well. Values in, values or bytes out;
+imports nothing of the server. Whatever answers uses it: bodies, handlers, the guard and the
+connections themselves.
 """
 
 from __future__ import annotations
@@ -120,3 +121,9 @@ def error_answer(error: StreamerError, path: str) -> tuple[int, bytes]:
     if _OLLAMA.search(path):
         return error.status, ollama_error(error)
     return error.status, error_body(error)
+
+
+def id_headers(request_id: str) -> tuple[tuple[bytes, bytes], ...]:
+    """An answer's id in its head, as clients of OpenAI's API and of Anthropic's read it."""
+    raw = request_id.encode()
+    return (b"x-request-id", raw), (b"request-id", raw)

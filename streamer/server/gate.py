@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from streamer.errors import StreamerError
 from streamer.server.admission import tenant_of
+from streamer.server.errors import id_headers
 from streamer.server.security import deny
 
 if TYPE_CHECKING:
@@ -49,9 +50,9 @@ class Gate:
                 service.require_ready()
                 service.require_room(scope)
             except StreamerError as error:
-                service.metrics.refused(error)
+                own = id_headers(service.metrics.refused(error))
                 left = service.admission.headers(tenant_of(scope))
-                await deny(scope, send, error, left)
+                await deny(scope, send, error, (*own, *left))
                 return
         if asyncio.current_task() is None:  # transport/http.py makes a task of what follows
             await asyncio.sleep(0)

@@ -32,7 +32,7 @@ from streamer.errors import (
     TooLarge,
 )
 from streamer.server.admission import TENANT, Header, digest
-from streamer.server.errors import error_answer
+from streamer.server.errors import error_answer, id_headers
 from streamer.server.tickets import Tickets, take_tickets
 from streamer.server.transport.stuck import REFUSAL
 
@@ -52,7 +52,7 @@ _HEADER_NAMES: Final = re.compile(
     r"[A-Za-z0-9!#$%&'*+.^_`|~-]+(?:\s*,\s*[A-Za-z0-9!#$%&'*+.^_`|~-]+)*"
 )
 EXPOSED: Final = (
-    b"x-request-id, retry-after, "
+    b"x-request-id, request-id, retry-after, "
     b"x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests, "
     b"x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
 )
@@ -78,7 +78,7 @@ class Guard:
         self,
         app: ASGIApp,
         config: Config,
-        on_refusal: Callable[[StreamerError], None],
+        on_refusal: Callable[[StreamerError], str],
         tickets: Tickets,
     ) -> None:
         self._app = app
@@ -114,8 +114,7 @@ class Guard:
                 if tenant:
                     scope.setdefault("state", {})[TENANT] = tenant
         except StreamerError as e:
-            self._on_refusal(e)
-            await deny(scope, send, e)
+            await deny(scope, send, e, id_headers(self._on_refusal(e)))
             return
         await self._app(scope, receive, send)
 

@@ -71,6 +71,7 @@ def test_a_full_queue_refuses_before_the_body_and_keeps_the_connection(
         status, head, body = answer(connection)
         assert status == (529 if path == "/v1/messages" else 503)
         assert re.search(rb"retry-after: [1-9]", head)
+        assert re.search(rb"\r\nrequest-id: req_", head)
         assert b"connection: close" not in head
         if path.startswith("/api/"):
             assert "choices are waiting" in body["error"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import httpx
@@ -39,6 +40,31 @@ def test_errors_have_one_shape(
         assert error["code"] == code
 
 
+def test_every_answer_has_an_id_in_both_spellings(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    """OpenAI's clients read x-request-id, Anthropic's request-id; a refusal's is in the log."""
+    ask: dict[str, Any] = {**CHAT, "max_tokens": 2}
+    for path in ("/v1/chat/completions", "/v1/messages", "/v1/completions"):
+        body = {"prompt": "x", "max_tokens": 2} if path == "/v1/completions" else ask
+        for is_streamed in (False, True):
+            answer = httpx.post(server.url + path, json={**body, "stream": is_streamed})
+            own = answer.headers["x-request-id"]
+            assert own in answer.text
+            assert answer.headers["request-id"] == own
+    with caplog.at_level(logging.INFO, "streamer.refused"):
+        answers = [
+            httpx.post(server.url + "/v1/messages", json={}),
+            httpx.post(server.url + "/v1/nothing"),
+            httpx.post(server.url + "/v1/messages", headers={"origin": "http://other.site"}),
+        ]
+    for answer in answers:
+        own = answer.headers["x-request-id"]
+        assert answer.status_code >= 400
+        assert answer.headers["request-id"] == own
+        assert f"id={own}" in caplog.text
+
+
 def test_a_batch_with_one_bad_prompt_leaves_nothing_running(server: Running) -> None:
     body = {"prompt": [[1], [2], [1 << 40]], "max_tokens": 30_000, "ignore_eos": True}
     assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 400
@@ -50,6 +76,14 @@ def test_unknown_paths_and_methods(server: Running) -> None:
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
     wrong = httpx.get(server.url + "/v1/completions")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    socket = httpx.get(server.url + "/v1/responses")
+    assert socket.headers["allow"] == "POST"
+    assert "opens a WebSocket" in socket.json()["error"]["message"]
+    assert "WebSocket" not in wrong.json()["error"]["message"]
+    for method, path in (("POST", "/chat/completions"), ("GET", "/models"), ("POST", "/responses")):
+        message = httpx.request(method, server.url + path).json()["error"]["message"]
+        assert message == f"there is nothing at {method} {path}; did you mean /v1{path}?"
+    assert "did you mean" not in missing.json()["error"]["message"]
     for name, allowed in (("resp_x", "DELETE, GET, HEAD"), ("compact", "POST")):
         several = httpx.options(f"{server.url}/v1/responses/{name}")
         assert (several.status_code, several.headers["allow"]) == (405, allowed)

@@ -20,7 +20,7 @@ from streamer.core.plan import FinishReason
 from streamer.errors import InvalidRequest, NotFound, StreamerError
 from streamer.server.answering import chat_answer
 from streamer.server.context import TurnItem, context_of
-from streamer.server.errors import api_error
+from streamer.server.errors import api_error, id_headers
 from streamer.server.openai.common import encode, new_id
 from streamer.server.prepared import Form
 from streamer.server.responses.body import READER, Includable
@@ -245,7 +245,9 @@ def _body(body: bytes, **headers: str) -> Response:
 
 
 def _json(body: bytes, stream: TokenStream) -> Response:
-    return _body(body, **{"x-request-id": stream.request_id})
+    response = _body(body)
+    response.raw_headers += id_headers(stream.request_id)
+    return response
 
 
 def _is_streamed(request: Request) -> bool:

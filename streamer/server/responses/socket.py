@@ -26,6 +26,7 @@ from streamer.server.openai.fields import located
 from streamer.server.responses.lanes import MAX_LANES, MAX_QUEUED, MAX_RESPONSES, Lanes
 from streamer.server.responses.socket_events import (
     EXTENDED,
+    EXTENSIONS,
     PACKED,
     PLAIN,
     Ack,
@@ -212,6 +213,8 @@ class Session:
         refusal: StreamerError = error
         if error.param == "type":
             text = f"there is no event {clip(head.type)!r} here"
+            if not self._is_extended and head.type in EXTENSIONS:
+                text += f"; a socket has it that is opened with the subprotocol {JSON} or {MSGPACK}"
             refusal = InvalidRequest(text, param="type", code="unknown_event")
         elif head.type == "response.create":
             try:

@@ -127,10 +127,9 @@ class Update(_Event, kw_only=True, tag="session.update"):
 ClientEvent = Create | Cancel | SteerEvent | Resume | Ack | Ping | Update
 
 OPENAIS: Final[dict[type[ClientEvent], Table]] = {Create: FIELDS, Cancel: {}, SteerEvent: {}}
-ALL: Final[dict[type[ClientEvent], Table]] = {
-    **OPENAIS,
-    **{kind: {} for kind in (Resume, Ack, Ping, Update)},
-}
+OURS: Final[tuple[type[ClientEvent], ...]] = (Resume, Ack, Ping, Update)
+EXTENSIONS: Final = {kind.__struct_config__.tag for kind in OURS}
+ALL: Final[dict[type[ClientEvent], Table]] = {**OPENAIS, **{kind: {} for kind in OURS}}
 PLAIN: Final = Reader(OPENAIS)
 EXTENDED: Final = Reader(ALL)
 PACKED: Final = Reader(ALL, is_packed=True)

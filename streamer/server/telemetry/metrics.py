@@ -6,6 +6,7 @@ reader, the gaps between deltas; engine_metrics.py reads the engine's counts whe
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -107,10 +108,12 @@ class Metrics:
         self._cached_tokens.inc(cached_tokens)
         self._total_s.observe(total_s)
 
-    def refused(self, error: StreamerError) -> None:
-        """Count and log a request that was answered with an error and never ran."""
+    def refused(self, error: StreamerError) -> str:
+        """Count and log a request that was answered with an error and never ran; its id."""
         self._refused.labels(error.code or error.type).inc()
-        self._refusals.count(error)
+        request_id = "req_" + secrets.token_hex(12)
+        self._refusals.count(error, request_id)
+        return request_id
 
     def resumed(self, status: str) -> None:
         """Count a reader that came back to a response and found it "live", "finished" or "gone"."""

@@ -25,9 +25,11 @@ MAX_ERROR: Final = 500  # characters: some errors repeat what the client sent
 class Refused(Line, frozen=True, kw_only=True, omit_defaults=True):
     """The line of a request that was answered with an error and never ran.
 
+    id  drawn for the error: its answer has it, too
     unlogged  refusals before it without a line, beyond REFUSALS_A_SECOND
     """
 
+    id: str
     status: int
     code: str
     error: str
@@ -42,7 +44,7 @@ class Refusals:
         self._clock = clock
         self._second, self._num_lines, self._num_unlogged = -1, 0, 0
 
-    def count(self, error: StreamerError) -> None:
+    def count(self, error: StreamerError, request_id: str) -> None:
         """Log a refusal, or count it for the next line."""
         second = int(self._clock())
         if second != self._second:
@@ -51,6 +53,7 @@ class Refusals:
             self._num_unlogged += 1
             return
         line = Refused(
+            id=request_id,
             status=error.status,
             code=error.code or error.type,
             error=error.message[:MAX_ERROR],

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from streamer.engine.log import Delta, deltas_of
 from streamer.engine.refusals import RESTART
 from streamer.errors import StreamerError
+from streamer.server.errors import id_headers
 from streamer.server.transport.follow import Work, follow
 from streamer.server.transport.frames import SPLIT, Framing, num_entries, portions
 from streamer.server.transport.loop_turn import WRITE_PART
@@ -170,7 +171,7 @@ class EventStream:
     async def _write(self) -> None:
         answer = self._answer
         media = (b"content-type", answer.framing.media)
-        headers = [media, *HEADERS, (b"x-request-id", answer.request_id.encode())]
+        headers = [media, *HEADERS, *id_headers(answer.request_id)]
         is_reading = False
         try:
             self._stuck.began()
@@ -306,5 +307,6 @@ async def respond(
         whole = await read_whole(service, answer, streams, request)
     if whole is None:
         return Response(status_code=499)
-    headers = {"x-content-type-options": "nosniff", "x-request-id": answer.request_id}
-    return Response(whole, 200, headers, "application/json")
+    response = Response(whole, 200, {"x-content-type-options": "nosniff"}, "application/json")
+    response.raw_headers += id_headers(answer.request_id)
+    return response

@@ -150,7 +150,11 @@ def test_bad_events_name_the_field(
 def test_a_standard_client_has_no_extensions(slow: Running, kind: str) -> None:
     with dial(slow) as socket:
         send(socket, kind, response_id="r", sequence_number=1)
-        assert receive(socket)["error"]["code"] == "unknown_event"
+        error = receive(socket)["error"]
+        assert error["code"] == "unknown_event"
+        assert "the subprotocol streamer.v1.json" in error["message"]
+        send(socket, "response.sing")
+        assert "subprotocol" not in receive(socket)["error"]["message"]
 
 
 # ---------------------------------------------------------------- lanes and lineage

@@ -205,10 +205,10 @@ def test_refusals_are_lines_and_a_flood_of_them_is_counted(
     clock = iter([*[1.5] * (REFUSALS_A_SECOND + 3), 2.0])
     refusals = Refusals(lambda: next(clock))
     with caplog.at_level(logging.INFO, "streamer.refused"):
-        for _ in range(REFUSALS_A_SECOND + 4):
-            refusals.count(NotFound("no model\n'x'" + "y" * 9000, param="model"))
+        for n in range(REFUSALS_A_SECOND + 4):
+            refusals.count(NotFound("no model\n'x'" + "y" * 9000, param="model"), f"req_{n}")
     lines = [record.args[0] for record in caplog.records if isinstance(record.args, tuple)]
     assert len(lines) == REFUSALS_A_SECOND + 1
     assert all(isinstance(line, Refused) and len(line.error) == 500 for line in lines)
     assert [line.unlogged for line in lines] == [None] * REFUSALS_A_SECOND + [3]
-    assert str(lines[0]).startswith("status=404 code=not_found error=\"no model\\n'x'yyy")
+    assert str(lines[0]).startswith("id=req_0 status=404 code=not_found error=\"no model\\n'x'yyy")
