@@ -27,6 +27,7 @@ from streamer.errors import InvalidRequest, NotFound, Overloaded, StreamerError
 from streamer.server import openapi, tickets
 from streamer.server.admission import LimitHeaders, tenant_of
 from streamer.server.answering import chat_answer
+from streamer.server.anthropic.models import is_anthropics, model_info, models_page
 from streamer.server.anthropic.routes import MessageRoutes
 from streamer.server.context import Context
 from streamer.server.errors import error_answer, id_headers
@@ -214,14 +215,18 @@ class Api:
 
     async def models(self, request: Request) -> ASGIApp:
         """GET /v1/models."""
-        self._service.require_ready()
         service = self._service
+        service.require_ready()
+        if is_anthropics(request.headers):
+            return json(models_page(service.names, service.started))
         return json(models_body(service.names, service.started, service.engine.info))
 
     async def model(self, request: Request) -> ASGIApp:
         """GET /v1/models/{id}."""
-        self._service.require_ready()
         name, service = request.path_params["model"], self._service
+        service.require_ready()
+        if is_anthropics(request.headers):
+            return json(model_info(name, service.names, service.started))
         return json(model_body(name, service.names, service.started, service.engine.info))
 
     async def engine(self, request: Request) -> ASGIApp:

@@ -306,7 +306,12 @@ ROUTES: Final = (
         answer=tokenizing.Detokenized,
         statuses=POSTED,
     ),
-    Route("GET", "/v1/models", "List the served model's names", answer=ModelList),
+    Route(
+        "GET",
+        "/v1/models",
+        "List the served model's names; with the header anthropic-version in Anthropic's form",
+        answer=ModelList,
+    ),
     Route("GET", "/v1/models/{model}", "One model", answer=models.Model, statuses=(404, *KEYED)),
     Route(
         "POST",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import anthropic
 import httpx
 import pytest
 
@@ -140,6 +141,20 @@ def test_a_prompt_is_cut_to_leave_room_for_the_answer(server_with: Any) -> None:
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (55, 9)
         if "echo" in body:
             assert answer["choices"][0]["text"].startswith("xxxxx" + "y" * 50)
+
+
+def test_models_in_anthropics_form(server: Running) -> None:
+    client = anthropic.Anthropic(base_url=server.url, api_key="none")
+    (listed,) = client.models.list()
+    assert (listed.type, listed.id, listed.display_name) == ("model", "fake", "fake")
+    (other,) = httpx.get(server.url + "/v1/models").json()["data"]
+    assert listed.created_at.timestamp() == other["created"]
+    assert client.models.retrieve("fake") == listed
+    with pytest.raises(anthropic.NotFoundError):
+        client.models.retrieve("other")
+    page = httpx.get(server.url + "/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
+    ends = (page["has_more"], page["first_id"], page["last_id"])
+    assert (len(page["data"]), *ends) == (1, False, "fake", "fake")
 
 
 def test_served_names(server_with: Any) -> None:
