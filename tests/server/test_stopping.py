@@ -180,9 +180,13 @@ async def test_a_hung_step_fails_every_request_and_ends_the_process(
             # This one takes nothing: the process waits a while for it, and /health can be asked.
             await _until_paused(client, url)
             prompt = {"prompt": "x" * 600, "max_tokens": 5}
-            whole = await client.post(url + "/v1/completions", json=prompt)
-            health = await client.get(url + "/health")
+            with _opened(url, _posted("/v1/completions", b"{", 100)) as half:
+                whole = await client.post(url + "/v1/completions", json=prompt)
+                health = await client.get(url + "/health")
+                refused = await asyncio.to_thread(half.recv, 1 << 16)
             await asyncio.gather(*reading)
+    assert refused.startswith(b"HTTP/1.1 503")
+    assert b'"engine_dead"' in refused
     for answer in (whole, health):
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "engine_dead"
