@@ -6,6 +6,7 @@ lazily, and imports every room inside functions.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import zip_longest
@@ -152,15 +153,24 @@ def _local(model: str) -> Path | None:
     """The folder or file here that a model's name means, if any; ConfigError: no such GGUF file."""
     from streamer.model.gguf.names import choose_file
 
-    path = Path(model).expanduser()
+    path = _expanded(model)
     if path.exists():
         return path
     name, _, quantization = model.rpartition(":")
-    folder = Path(name).expanduser()
-    if not name or not folder.is_dir():
+    folder = _expanded(name)
+    if not name or not quantization or not folder.is_dir():
         return None
-    files = [file.relative_to(folder).as_posix() for file in folder.rglob("*.gguf")]
+    found = [file for file in folder.rglob("*.gguf") if file.is_file()]
+    files = [file.relative_to(folder).as_posix() for file in found]
     return folder / choose_file(files, name, quantization)
+
+
+def _expanded(name: str) -> Path:
+    """The path; "~" is this user's home, and stays where there is none of that name."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
 
 
 def _looks_like_path(model: str) -> bool:
@@ -169,6 +179,7 @@ def _looks_like_path(model: str) -> bool:
     return (
         model.startswith((".", "/", "~"))
         or "\\" in model
+        or re.match(r"[A-Za-z]:/", model) is not None
         or name.count("/") > 1
         or name.endswith(".gguf")
     )

@@ -37,6 +37,7 @@ WORDS = {
     "`str`": "text",
     "`bool`": "true or false",
     "`array`": "a list",
+    "`object`": "an object",
 }
 
 
@@ -70,5 +71,7 @@ def expected(error: msgspec.DecodeError, choices: Iterable[str] = (), name: str 
 
 def hint(name: str, known: Iterable[str]) -> str:
     """What a misspelt name may mean, or nothing."""
-    near = difflib.get_close_matches(name, [*known], n=1, cutoff=NEAR)
+    names = [*known]
+    near = [each for each in names if len(name) > 5 and each.startswith(name)][:1]
+    near = near or difflib.get_close_matches(name, names, n=1, cutoff=NEAR)
     return "".join(f"; did you mean {each}?" for each in near)

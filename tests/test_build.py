@@ -59,7 +59,10 @@ def test_a_file_is_a_gguf_or_refused_as_what_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "model",
-    ["./nothing", "/nothing/here", "~/nothing", "a/b/c", "nope.gguf", "a/nope.gguf", "./a:Q4_0"],
+    [
+        *("./nothing", "/nothing/here", "~/nothing", "a/b/c", "nope.gguf", "a/nope.gguf"),
+        *("./a:Q4_0", "C:/models/x", "~no-such-user/x"),
+    ],
 )
 def test_a_missing_path_is_never_searched_on_the_hub(model: str) -> None:
     with pytest.raises(ConfigError, match="there is no folder or file") as refusal:

@@ -110,6 +110,7 @@ def test_a_missing_locust_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPa
         (["run", "llama3"], "unknown command 'run'; here: `streamer chat MODEL`"),
         (["pull", "x"], "`streamer serve OWNER/NAME` fetches"),
         (["serve", "--prot", "1"], "unrecognized arguments: --prot; did you mean --port?"),
+        (["serve", "--gpu-memory", "1"], "; did you mean --gpu-memory-utilization?"),
         (["serve", "--max-num-seq=1"], "--max-num-seq=1; did you mean --max-num-seqs?"),
         (["serve", "--max-num", "1"], "unrecognized arguments: --max-num"),
         (["serve", "--alias", "x"], "--alias; it is --served-model-name here see"),
@@ -178,6 +179,7 @@ def test_an_error_names_the_flag_that_was_given(capsys: pytest.CaptureFixture[st
         assert parser.with_flag(message, "max_model_len") == shown
     assert parser.with_flag("block_size: 3", "block_size") == "block_size: 3"
     assert parser.with_flag("no", None) == "no"
+    assert parser.with_flag("model is no folder", "model") == "model is no folder"
 
 
 def test_doctor_gives_the_advice_on_a_compiler_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,7 +197,7 @@ def test_a_key_may_have_limits_of_its_own(tmp_path: Path) -> None:
     [
         ('{"good-key": {"max_tokens_per_minute": -1}}', "expected a whole number >= 0"),
         ('{"good-key": {"max_token": 1}}', "unknown field `max_token`"),
-        ('{"good-key": 3}', "expected `object`"),
+        ('{"good-key": 3}', "expected an object"),
         ('{"good-key": ', "truncated"),
         ('{"good-kez": {}}', "a key that is not in api_key"),
     ],

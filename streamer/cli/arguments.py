@@ -59,10 +59,13 @@ class Parser(argparse.ArgumentParser):
         return text.replace("; ", f"; {flag}: ", 1) if is_named else text
 
     def with_flag(self, message: str, param: str | None) -> str:
-        """The message with the flag in place of the field with which it begins, if it does."""
+        """The message with the flag in place of the field with which it begins, if it does; one of
+        the model begins with the caller's own word for it."""
         flag = "--" + (param or "").replace("_", "-")
         rest = message.removeprefix(param or "")
         if flag not in self._option_string_actions or rest[:1] not in (":", " "):
+            return message
+        if param == "model":
             return message
         return flag + rest
 

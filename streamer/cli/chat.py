@@ -120,7 +120,7 @@ def converse(
         except (EOFError, KeyboardInterrupt):
             console.print()
             return now
-        command = COMMANDS.get(line)
+        command = COMMANDS.get(line.lower())
         if command == LEAVE:
             return now
         if command == NEW:
@@ -128,7 +128,7 @@ def converse(
             console.print("[dim]forgotten[/]")
         elif command == LIST:
             console.print(_listed(), style="dim", markup=False)
-        elif re.fullmatch(r"/[a-zA-Z]\S*", line):
+        elif re.fullmatch(r"/[a-zA-Z]+", line):
             console.print(f"unknown command {line}; /help lists them", style="dim", markup=False)
         elif line:
             asked = [*now.messages, {"role": "user", "content": line}]

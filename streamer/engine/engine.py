@@ -138,11 +138,15 @@ class AsyncEngine(Engine):
         if self.config.journal is None:
             return
         self._opening = asyncio.create_task(self._opened(Path(self.config.journal)))
+        # Read here too: after a cancelled start nothing else asks what came of it.
+        self._opening.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             await asyncio.shield(self._opening)  # a thread reads it, which can't be interrupted
         except BaseException as e:
             self._load_error = e
             self._close(None)
+            if self.journal is not None:  # it came with the cancellation
+                await self.journal.close()
             raise
 
     async def _opened(self, folder: Path) -> None:
@@ -164,7 +168,7 @@ class AsyncEngine(Engine):
         if self._thread is None:
             self._close(None)
             if self._opening is not None:
-                await asyncio.wait([self._opening])
+                await asyncio.wait([self._opening], timeout=deadline_s)
         elif not self._is_ended.is_set():
             self.is_draining = True
             self._thread.stop()

@@ -134,8 +134,8 @@ class Server(uvicorn.Server):
         self._tick_s = now + TICK_S
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn's, before which connections end that take nothing for FLUSH_S: their clients
-        read nothing. uvicorn would cancel the requests, each with a traceback."""
+        """uvicorn's, in which connections end that have not taken everything within FLUSH_S: it
+        would cancel their requests, each with a traceback."""
         timer = asyncio.get_running_loop().call_later(FLUSH_S, self._abort_all)
         try:
             await super().shutdown(sockets)

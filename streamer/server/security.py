@@ -227,7 +227,8 @@ class Bodies:
         self._refusal = error
         for coming in list(self._coming):
             self._forget(coming)
-            coming.patience.reschedule(0.0)
+            if not coming.patience.expired():
+                coming.patience.reschedule(0.0)
 
     async def read(self, request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
         """The whole body, counted while it comes in; TooLarge beyond `limit` bytes.

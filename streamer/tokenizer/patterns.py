@@ -65,7 +65,7 @@ class Clock:
 
 
 def _num_collections() -> int:
-    """Of all generations, by now."""
+    """Of all garbage, by now."""
     return int(gc.get_stats()[-1]["collections"])
 
 

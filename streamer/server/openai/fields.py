@@ -109,6 +109,7 @@ _NUMBERED: Final[Mapping[str, Any]] = {
 }
 _NO_RAW: Final = msgspec.Raw()
 
+MAX_WHOLE: Final = 1 << 53  # of floats that are exact
 LARGE: Final = object()  # equal to nothing, and true
 
 _ANY = msgspec.json.Decoder()
@@ -134,8 +135,6 @@ class Reader(Generic[T]):
         union: Any = Union[tuple(whole)]  # noqa: UP007
         codec = msgspec.msgpack if is_packed else msgspec.json
         self._decode = codec.Decoder(union).decode
-        # Takes 5.0 for 5, but also "5": it is for bodies that have a number like that alone.
-        self._decode_whole = None if is_packed else codec.Decoder(union, strict=False).decode
 
     def decode(self, data: bytes | str) -> T:
         """The typed body; InvalidRequest whose `param` is the path of the first field at fault."""
@@ -166,9 +165,9 @@ class Reader(Generic[T]):
         try:
             found: T = self._decode(data)
         except msgspec.ValidationError as e:
-            if self._decode_whole is None or "got `float`" not in str(e):
+            if self._is_packed or "got `float`" not in str(e):
                 raise
-            found = self._decode_whole(data)
+            found = self._decode(msgspec.json.encode(_with_whole(_ANY.decode(data))))
         return found
 
     def _checked(self, found: T, kind: type[T]) -> T:
@@ -182,6 +181,17 @@ class Reader(Generic[T]):
             for name in _NUMBERED.keys() & body.keys():
                 body[name] = _numbered(name, body[name])
         return kind(**body)
+
+
+def _with_whole(value: Any) -> Any:
+    """A decoded value in which whole floats are integers."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and abs(value) <= MAX_WHOLE else value
+    if isinstance(value, list):
+        return [_with_whole(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _with_whole(each) for key, each in value.items()}
+    return value
 
 
 def _with_known(kind: type[T], table: Table, is_packed: bool) -> type[T]:

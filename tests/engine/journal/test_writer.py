@@ -554,30 +554,6 @@ async def test_a_disk_that_is_full_at_the_start_is_named_and_let_go(
         assert engine.is_ready
 
 
-async def test_a_start_that_is_cancelled_while_it_reads_lets_the_journal_go(tmp_path: Path) -> None:
-    engine = make_engine(journal=str(tmp_path))
-    starting = asyncio.create_task(engine.start())
-    await asyncio.sleep(0)
-    starting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await starting
-    await engine.aclose()
-    async with make_engine(journal=str(tmp_path)) as second:
-        assert second.is_ready
-
-
-async def test_closing_while_the_journal_is_read_ends_the_start(tmp_path: Path) -> None:
-    engine = make_engine(journal=str(tmp_path))
-    starting = asyncio.create_task(engine.start())
-    await asyncio.sleep(0)
-    await engine.aclose()
-    with pytest.raises(EngineDead, match="closed"):
-        await starting
-    assert engine.snapshot().state == "closed"
-    async with make_engine(journal=str(tmp_path)) as second:
-        assert second.is_ready
-
-
 async def test_two_engines_on_one_journal(tmp_path: Path) -> None:
     async with make_engine(journal=str(tmp_path)):
         second = make_engine(journal=str(tmp_path))

@@ -92,11 +92,14 @@ def test_a_number_is_not_a_truth_value() -> None:
 
 
 def test_a_whole_number_may_be_written_with_a_point() -> None:
-    """JSON has one type of numbers; in a value of any type they stay as they are."""
-    schema = {"json": {"const": 1.0}}
+    """JSON has one type of numbers; beside one nothing else is taken for what it is not."""
+    schema = {"json": {"const": 1.5}}
     body = decode("completions", max_tokens=5.0, top_k=2e0, structured_outputs=schema)
-    assert (body.max_tokens, body.top_k) == (5, 2)
-    assert isinstance(body.structured_outputs["json"]["const"], float)
+    assert (body.max_tokens, body.top_k, body.structured_outputs) == (5, 2, schema)
+    for stream in ("true", 1, 1.0):
+        with pytest.raises(InvalidRequest) as caught:
+            decode("completions", max_tokens=5.0, stream=stream)
+        assert (caught.value.param, caught.value.code) == ("stream", "invalid_type")
     assert decode("completions", prompt=[1.0, 2]).prompts() == [(1, 2)]
     for wrong in (5.5, "5", 1e30):
         with pytest.raises(InvalidRequest) as caught:
