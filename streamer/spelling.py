@@ -59,14 +59,16 @@ def as_count(name: str, text: str) -> str:
 
 def expected(error: msgspec.DecodeError, choices: Iterable[str] = (), name: str = "") -> str:
     """What the refused value was to be, in plain words: "expected a whole number >= 1"."""
-    text = str(error).partition(", got ")[0].lower().replace(" | null`", "`")
+    said, _, path = str(error).partition(" - at `$.")
+    text = said.partition(", got ")[0].replace(" | null`", "`")
     if not isinstance(error, msgspec.ValidationError) and name in EXAMPLES:
         return f"it is JSON, such as {EXAMPLES[name]}; {text}"
+    text = text[:1].lower() + text[1:]
     if "enum value" in text:
         text += "; expected one of " + ", ".join(choices)
     for theirs, ours in WORDS.items():
         text = text.replace(theirs, ours)
-    return text
+    return f"{path.removesuffix('`')}: {text}" if path else text
 
 
 def hint(name: str, known: Iterable[str]) -> str:

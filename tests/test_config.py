@@ -244,7 +244,7 @@ def test_speculation_is_what_vllms_json_says(tmp_path: Path) -> None:
             '{"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4}',
             "prompt_lookup_min 5 exceeds prompt_lookup_max 4",
         ),
-        ("suffix", r"""it is JSON, such as '{"method": "suffix"}'; json is malformed"""),
+        ("suffix", r"""it is JSON, such as '{"method": "suffix"}'; JSON is malformed"""),
     ],
 )
 def test_a_wrong_speculative_config_is_refused_by_name(text: str, message: str) -> None:

@@ -16,10 +16,12 @@ from typing import Any
 import httpx
 import pytest
 from starlette.requests import Request
+from starlette.types import Message
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from streamer.errors import Forbidden, NotAuthenticated, Overloaded, StreamerError
+from streamer.engine.refusals import draining
+from streamer.errors import EngineDead, Forbidden, NotAuthenticated, Overloaded, StreamerError
 from streamer.server import security
 from streamer.server.prepared import Prepared
 from streamer.server.security import Bodies, deny, split_host
@@ -426,3 +428,21 @@ async def test_a_request_that_waits_does_not_hold_the_bytes_of_its_body(
             task.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
     assert after - before < many * padding / 2
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_bodies_refused_twice_end_with_an_error_whenever_that_is(turns: int) -> None:
+    """A drain, then the engine's death, while the time of a body is just up."""
+    bodies, never = Bodies(), asyncio.Event()
+
+    async def receive() -> Message:
+        await never.wait()
+        raise AssertionError
+
+    bodies.refuse(draining())
+    reading = asyncio.create_task(bodies.read(Request({"type": "http", "headers": []}, receive)))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    bodies.refuse(EngineDead("the engine died"))
+    with pytest.raises(StreamerError):
+        await reading

@@ -151,7 +151,9 @@ class ResponseFormat(msgspec.Struct):
             tag = {k: v for k, v in zip(names, form, strict=True) if v is not None}
             return TextFormat({"structural_tag": tag}, "response_format")
         if self.type in ("json", "json_object"):
-            for name, schema in (("schema", self.schema), ("value", self.value)):
+            strict = None if self.json_schema is None else self.json_schema.schema
+            given = {"schema": self.schema, "value": self.value, "json_schema.schema": strict}
+            for name, schema in given.items():
                 if schema is not None:
                     return TextFormat({"json": schema}, f"response_format.{name}")
             return TextFormat({"json_object": True}, "response_format")

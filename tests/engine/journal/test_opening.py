@@ -8,17 +8,27 @@ from pathlib import Path
 
 import pytest
 
+from streamer.engine.engine import AsyncEngine
 from streamer.errors import EngineDead
 from tests.engine.helpers import make_engine
 
 
-async def test_a_start_that_is_cancelled_while_it_reads_lets_the_journal_go(tmp_path: Path) -> None:
-    engine = make_engine(journal=str(tmp_path))
+async def begun(engine: AsyncEngine) -> asyncio.Task[None]:
+    """A start that reads its journal."""
     starting = asyncio.create_task(engine.start())
     await asyncio.sleep(0)
+    return starting
+
+
+async def cancelled(starting: asyncio.Task[None]) -> None:
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
+
+
+async def test_a_start_that_is_cancelled_while_it_reads_lets_the_journal_go(tmp_path: Path) -> None:
+    engine = make_engine(journal=str(tmp_path))
+    await cancelled(await begun(engine))
     await engine.aclose()
     async with make_engine(journal=str(tmp_path)) as second:
         assert second.is_ready
@@ -26,8 +36,7 @@ async def test_a_start_that_is_cancelled_while_it_reads_lets_the_journal_go(tmp_
 
 async def test_a_start_cancelled_as_the_journal_comes_lets_it_go(tmp_path: Path) -> None:
     engine = make_engine(journal=str(tmp_path))
-    starting = asyncio.create_task(engine.start())
-    await asyncio.sleep(0)
+    starting = await begun(engine)
     assert engine._opening is not None
     engine._opening.add_done_callback(lambda _: starting.cancel())
     with pytest.raises(asyncio.CancelledError):
@@ -42,11 +51,7 @@ async def test_a_journal_that_fails_after_a_cancelled_start_is_no_traceback(
 ) -> None:
     async with make_engine(journal=str(tmp_path)):
         engine = make_engine(journal=str(tmp_path))  # is refused, since that one has it
-        starting = asyncio.create_task(engine.start())
-        await asyncio.sleep(0)
-        starting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await starting
+        await cancelled(await begun(engine))
         await engine.aclose()
         engine._opening = None
         gc.collect()
@@ -55,8 +60,7 @@ async def test_a_journal_that_fails_after_a_cancelled_start_is_no_traceback(
 
 async def test_closing_while_the_journal_is_read_ends_the_start(tmp_path: Path) -> None:
     engine = make_engine(journal=str(tmp_path))
-    starting = asyncio.create_task(engine.start())
-    await asyncio.sleep(0)
+    starting = await begun(engine)
     await engine.aclose()
     with pytest.raises(EngineDead, match="closed"):
         await starting

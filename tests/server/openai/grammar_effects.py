@@ -68,6 +68,10 @@ def response_format(asker: Asker, kind: str) -> None:
         ({"type": "json_object", "schema": {}}, Grammar("json", "{}")),
         ({"type": "json_object", "value": {}}, Grammar("json", "{}")),  # huggingface_hub's
         ({"type": "json", "value": {}}, Grammar("json", "{}")),
+        (
+            {"type": "json_object", "json_schema": {"name": "n", "schema": {}}},
+            Grammar("json", "{}"),
+        ),
         ({"type": "json"}, Grammar("json_object")),
         ({"type": "structural_tag", **STRUCTURES}, Grammar("structural_tag", TAG)),
     ]:
