@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from streamer.demo import CHECKPOINT
+from streamer.server.telemetry import refusals
 from tests.server.support.running import BUNDLED, Running
 
 
@@ -56,3 +58,13 @@ def server_with() -> Iterator[Any]:
             return running.start()
 
         yield start
+
+
+@pytest.fixture
+def refusal_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Iterator[pytest.LogCaptureFixture]:
+    """The log with a line for every refusal, however many the tests before had in this second."""
+    monkeypatch.setattr(refusals, "REFUSALS_A_SECOND", 1_000_000)
+    with caplog.at_level(logging.INFO, "streamer.refused"):
+        yield caplog

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import anthropic
@@ -42,7 +41,7 @@ def test_errors_have_one_shape(
 
 
 def test_every_answer_has_an_id_in_both_spellings(
-    server: Running, caplog: pytest.LogCaptureFixture
+    server: Running, refusal_log: pytest.LogCaptureFixture
 ) -> None:
     """OpenAI's clients read x-request-id, Anthropic's request-id; a refusal's is in the log."""
     ask: dict[str, Any] = {**CHAT, "max_tokens": 2}
@@ -53,17 +52,16 @@ def test_every_answer_has_an_id_in_both_spellings(
             own = answer.headers["x-request-id"]
             assert own in answer.text
             assert answer.headers["request-id"] == own
-    with caplog.at_level(logging.INFO, "streamer.refused"):
-        answers = [
-            httpx.post(server.url + "/v1/messages", json={}),
-            httpx.post(server.url + "/v1/nothing"),
-            httpx.post(server.url + "/v1/messages", headers={"origin": "http://other.site"}),
-        ]
+    answers = [
+        httpx.post(server.url + "/v1/messages", json={}),
+        httpx.post(server.url + "/v1/nothing"),
+        httpx.post(server.url + "/v1/messages", headers={"origin": "http://other.site"}),
+    ]
     for answer in answers:
         own = answer.headers["x-request-id"]
         assert answer.status_code >= 400
         assert answer.headers["request-id"] == own
-        assert f"id={own}" in caplog.text
+        assert f"id={own}" in refusal_log.text
 
 
 def test_a_batch_with_one_bad_prompt_leaves_nothing_running(server: Running) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 from typing import Any
 
 import pytest
@@ -62,7 +61,7 @@ def test_a_body_that_does_not_come_whole_is_logged_as_it_was_answered(
     rest: bytes | None,
     code: str,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    refusal_log: pytest.LogCaptureFixture,
 ) -> None:
     """All of them were a 500, `client_left`."""
     if rest == b"":
@@ -70,7 +69,7 @@ def test_a_body_that_does_not_come_whole_is_logged_as_it_was_answered(
     status, name = code.split()
     counted = f'streamer_requests_refused_total{{code="{name}"}}'
     before = server.metric(counted)
-    with caplog.at_level(logging.INFO, "streamer.refused"), dial(server) as raw:
+    with dial(server) as raw:
         raw.sendall(CHUNKED + b"5\r\n12345\r\n")
         if rest is None:
             raw.close()
@@ -78,7 +77,7 @@ def test_a_body_that_does_not_come_whole_is_logged_as_it_was_answered(
             raw.sendall(rest)
             assert statuses_of(read_to_end(raw)) == [status.encode()]
         server.wait_metric(counted, before + 1)
-    assert f"status={status} code={name}" in caplog.records[-1].getMessage()
+    assert f"status={status} code={name}" in refusal_log.records[-1].getMessage()
 
 
 def test_a_refusal_reaches_a_client_that_sends_on(server: Running) -> None:
