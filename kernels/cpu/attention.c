@@ -91,40 +91,40 @@ INLINE void fetch_tile(const Op *op, const Keys *keys, int dtype) {
                 fetch(keys->key[i] + side * values_further(op, dtype) + b);
 }
 
-/* TILE keys -> a panel [D][TILE], bfloat16 in pairs for the dot product; fetches those of `next`. */
+/* TILE keys -> a panel [D][TILE], bfloat16 in pairs, as linear.c has them; fetches those of `next`. */
 INLINE void pack_keys(char *panel, const char *const *keys, const char *const *next, int64_t D,
                       int dtype) {
-#if HAS_DOT
-    if (dtype == BF16 && D % 32 == 0) {
+    const int64_t size = size_of(dtype), words = D * size / 4; /* of 4 bytes */
+    if (HAS_TRANSPOSE && D * size % 64 == 0) {
         for (int half = 0; half < 2; half++)
-            for (int64_t d = 0; d < D / 2; d += 16) {
-                __m512i row[16];
-                for (int i = 0; i < 16; i++) {
-                    row[i] = _mm512_loadu_si512(keys[half * 16 + i] + d * 4);
+            for (int64_t d = 0; d < words; d += VW) {
+                vi row[VW];
+                for (int i = 0; i < VW; i++) {
+                    row[i] = load_i32(keys[half * VW + i] + d * 4);
                     /* a running pointer is faster in the cache and slower from memory */
-                    const int64_t line = half * (D / 2) + d + i;
-                    fetch(next[line / (D / 32)] + line % (D / 32) * 64);
+                    const int64_t load = half * words + d + i, line = load * VW / 16;
+                    if (load % (16 / VW) == 0)
+                        fetch(next[line / (words / 16)] + line % (words / 16) * 64);
                 }
                 transpose(row);
-                for (int i = 0; i < 16; i++)
-                    _mm512_storeu_si512(panel + ((d + i) * 2 + half) * 64, row[i]);
+                for (int i = 0; i < VW; i++)
+                    store_i32(panel + ((d + i) * 2 + half) * VW * 4, row[i]);
             }
         return;
     }
-    if (dtype == BF16) {
+    for (int i = 0; i < TILE; i++)
+        for (int64_t b = 0; b < D * size; b += 64) fetch(next[i] + b);
+    if (dtype == F32) {
         for (int64_t d = 0; d < D; d++)
             for (int i = 0; i < TILE; i++)
-                memcpy(panel + ((d / 2 * TILE + i) * 2 + d % 2) * 2, keys[i] + d * 2, 2);
-        if (D % 2)
-            for (int i = 0; i < TILE; i++) memset(panel + ((D / 2 * TILE + i) * 2 + 1) * 2, 0, 2);
+                memcpy(panel + (d * TILE + i) * size, keys[i] + d * size, 4);
         return;
     }
-#endif
-    for (int i = 0; i < TILE; i++)
-        for (int64_t b = 0; b < D * size_of(dtype); b += 64) fetch(next[i] + b);
     for (int64_t d = 0; d < D; d++)
         for (int i = 0; i < TILE; i++)
-            memcpy(panel + (d * TILE + i) * size_of(dtype), keys[i] + d * size_of(dtype), size_of(dtype));
+            memcpy(panel + ((d / 2 * TILE + i) * 2 + d % 2) * 2, keys[i] + d * 2, 2);
+    for (int i = 0; D % 2 && i < TILE; i++)
+        memset(panel + ((D / 2 * TILE + i) * 2 + 1) * 2, 0, 2);
 }
 
 /* sum[row][:] += weights[row][:] @ values, `tiles` of TILE columns at a time; fetches `next`.
@@ -284,15 +284,16 @@ INLINE void pack_codes(const Tile *tile, const Keys *keys, const Keys *next, int
     if (is_apart(kind, D, dtype)) {
         for (int half = 0; half < 2; half++)
             for (int64_t d = 0; d < D; d += 64) {
-                __m512i row[16], pairs[2];
+                vi row[16];
+                __m512i pairs[2];
                 for (int i = 0; i < 16; i++) {
-                    row[i] = _mm512_loadu_si512(keys->key[half * 16 + i] + d);
+                    row[i] = load_i32(keys->key[half * 16 + i] + d);
                     fetch(next->key[half * 16 + i] + d);
                 }
                 transpose(row);
                 for (int i = 0; i < 16; i++) {
                     char *to = tile->panel + ((d / 2 + 2 * i) * 2 + half) * 64;
-                    widen_apart(row[i], pairs, kind);
+                    widen_apart((__m512i)row[i], pairs, kind);
                     _mm512_storeu_si512(to, pairs[0]);
                     _mm512_storeu_si512(to + 128, pairs[1]);
                 }

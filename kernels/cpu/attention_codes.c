@@ -140,13 +140,13 @@ INLINE void score_few(const Tile *tile, int64_t row, const Keys *keys, const Key
                 vi high[2] = {{0}}, low[2] = {{0}};
                 int64_t p = 0;
                 do {
-                    vi codes = *(const vi_any *)(key + 64 * p) ^ (int32_t)0x80808080;
+                    vi codes = load_i32(key + 64 * p) ^ (int32_t)0x80808080;
                     if (!row) fetch(fetched + 64 * p);
 #pragma GCC unroll 2
                     for (int r = 0; r < rows; r++) {
                         const int8_t *query = queries + (r * 2 * pieces + p) * 64;
-                        high[r] = DOT_VNNI(high[r], codes, *(const vi_any *)query);
-                        low[r] = DOT_VNNI(low[r], codes, *(const vi_any *)(query + pieces * 64));
+                        high[r] = DOT_VNNI(high[r], codes, load_i32(query));
+                        low[r] = DOT_VNNI(low[r], codes, load_i32(query + pieces * 64));
                     }
                 } while (++p < pieces);
 #pragma GCC unroll 2
@@ -158,7 +158,7 @@ INLINE void score_few(const Tile *tile, int64_t row, const Keys *keys, const Key
 #pragma GCC unroll 2
         for (int r = 0; r < rows; r++) {
             vi a = add_halves(fours[r][0], fours[r][1]), b = add_halves(fours[r][2], fours[r][3]);
-            *(vi_any *)(scores + r * TILE + half) = add_halves(a, b);
+            store_i32(scores + r * TILE + half, add_halves(a, b));
         }
         half += VW;
     } while (half < TILE);
@@ -166,18 +166,16 @@ INLINE void score_few(const Tile *tile, int64_t row, const Keys *keys, const Key
 
 /* Codes of TILE keys -> a panel [D / 4][TILE][4]; fetches `next`. */
 static void pack_whole_keys(const Tile *tile, const Keys *keys, const Keys *next, int64_t D) {
-    const __m512i flip = _mm512_set1_epi8((char)0x80);
     for (int half = 0; half < 2; half++)
         for (int64_t d = 0; d < D; d += 64) {
-            __m512i row[16];
+            vi row[16];
             for (int i = 0; i < 16; i++) {
-                __m512i codes = _mm512_loadu_si512(keys->key[half * 16 + i] + d);
-                row[i] = _mm512_xor_si512(codes, flip);
+                row[i] = load_i32(keys->key[half * 16 + i] + d) ^ (int32_t)0x80808080;
                 fetch(next->key[half * 16 + i] + d);
             }
             transpose(row);
             for (int i = 0; i < 16; i++)
-                _mm512_storeu_si512(tile->panel + ((d / 4 + i) * 2 + half) * 64, row[i]);
+                store_i32(tile->panel + ((d / 4 + i) * 2 + half) * 64, row[i]);
         }
 }
 
@@ -191,7 +189,7 @@ INLINE void score_many(const Tile *tile, int64_t row, int64_t D, int rows) {
     for (int r = 0; r < rows; r++)
         for (int j = 0; j < 2; j++) high[r][j] = low[r][j] = (vi){0};
     do {
-        vi w[2] = {*(const vi_any *)panel, *(const vi_any *)(panel + 64)};
+        vi w[2] = {load_i32(panel), load_i32(panel + 64)};
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++) {
             vi a = splat_i(*(const int_any *)(query + r * 2 * D));
@@ -206,7 +204,7 @@ INLINE void score_many(const Tile *tile, int64_t row, int64_t D, int rows) {
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
         for (int j = 0; j < 2; j++)
-            *(vi_any *)(scores + r * TILE + j * VW) = (vi)(((vu)high[r][j] << 8) + (vu)low[r][j]);
+            store_i32(scores + r * TILE + j * VW, (vi)(((vu)high[r][j] << 8) + (vu)low[r][j]));
 }
 
 KERNEL void score_few_1(const Tile *t, int64_t row, const Keys *k, const Keys *next, int64_t D) {
@@ -286,7 +284,7 @@ static void pack_whole_values(const Tile *tile, const Keys *keys, const Keys *ne
             vi four[4];
             interleave(four, keys->key + k, further + d);
             for (int i = 0; i < 4; i++) {
-                *(vi_any *)(to + 64 * i) = four[i];
+                store_i32(to + 64 * i, four[i]);
                 fetch(next->key[k + i] + further + d);
             }
         }
@@ -308,7 +306,7 @@ INLINE void add_whole(const Tile *tile, int64_t row, const Keys *keys, const Key
             if (next) interleave(four, keys->key + k, further + d);
             for (int i = 0; i < 4; i++)
                 if (next) fetch(next->key[k + i] + further + d);
-                else four[i] = *(const vi_any *)(packed + 64 * i);
+                else four[i] = load_i32(packed + 64 * i);
 #pragma GCC unroll 2
             for (int r = 0; r < rows; r++) {
                 const Weights *weights = weights_of(tile, row + r);

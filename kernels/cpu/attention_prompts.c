@@ -32,12 +32,11 @@ static void take_across(const Tile *tile, const bf16 *const *from, int64_t D) {
     for (int64_t first = 0; first < room_for(rows); first += VW) {
         __m512i *to = panel_queries(tile, first / TILE, D) + first / VW % 2;
         for (int64_t d = 0; d < D; d += 32) {
-            __m512i row[16];
+            vi row[16];
             for (int i = 0; i < 16; i++)
-                row[i] = first + i < rows ? _mm512_loadu_si512(from[first + i] + d)
-                                          : _mm512_setzero_si512();
+                row[i] = first + i < rows ? load_i32(from[first + i] + d) : (vi){0};
             transpose(row);
-            for (int i = 0; i < 16; i++) to[d + 2 * i] = row[i];
+            for (int i = 0; i < 16; i++) to[d + 2 * i] = (__m512i)row[i];
         }
     }
 }
@@ -217,17 +216,17 @@ static void put_across(const Tile *tile, bf16 *const *to, int64_t D) {
         const float *sums = panel_sums(tile, first / TILE) + first % TILE;
         vf factor = 1.0f / load_f32(tile->total + first);
         for (int64_t d = 0; d < D; d += 32) {
-            __m512i low[16], high[16];
+            vi low[16], high[16];
             for (int i = 0; i < 16; i++) {
-                low[i] = (__m512i)(load_f32(sums + (d + i) * TILE) * factor);
-                high[i] = (__m512i)(load_f32(sums + (d + 16 + i) * TILE) * factor);
+                low[i] = (vi)(load_f32(sums + (d + i) * TILE) * factor);
+                high[i] = (vi)(load_f32(sums + (d + 16 + i) * TILE) * factor);
             }
             transpose(low);
             transpose(high);
             for (int i = 0; i < 16 && first + i < rows; i++) {
                 _Alignas(64) float sum[TILE];
-                _mm512_store_si512(sum, low[i]);
-                _mm512_store_si512(sum + VW, high[i]);
+                store_f32(sum, (vf)low[i]);
+                store_f32(sum + VW, (vf)high[i]);
                 settle(sum, TILE, BF16);
                 for (int j = 0; j < 2; j++) store_bf16(to[first + i] + d + j * VW, load_f32(sum + j * VW));
             }

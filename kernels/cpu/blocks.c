@@ -79,36 +79,45 @@ typedef struct {
     int64_t layout, bits, K, beside, further;
 } Stored;
 
+/* VW words: of one piece of `size` words, or of as many pieces, `stride` bytes apart, as it takes. */
+INLINE vi vector_of(const uint8_t *from, int64_t stride, int size) {
+#if VW == 16
+    if (size == 16) return load_i32(from);
+    if (size == 8)
+        return (vi)_mm512_inserti64x4(
+            _mm512_castsi256_si512(_mm256_loadu_si256((const void *)from)),
+            _mm256_loadu_si256((const void *)(from + stride)), 1);
+    __m128i p[4];
+    for (int n = 0; n < 4; n++) p[n] = _mm_loadu_si128((const void *)(from + n * stride));
+    __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(p[0]), p[1], 1);
+    __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(p[2]), p[3], 1);
+    return (vi)_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+#elif VW == 8
+    if (size >= 8) return load_i32(from);
+    return (vi)_mm256_inserti128_si256(
+        _mm256_castsi128_si256(_mm_loadu_si128((const void *)from)),
+        _mm_loadu_si128((const void *)(from + stride)), 1);
+#else
+    (void)stride, (void)size;
+    return load_i32(from);
+#endif
+}
+
 /* Of every row `count` pieces of `size` words, `stride` bytes apart, from byte `start`. */
 INLINE void words_of(const uint8_t *const *rows, int64_t start, int64_t stride, int size,
                      int64_t count, Words *to) {
+    const int pieces = size < VW ? VW / size : 1;
     int64_t i = 0;
-#if VW == 16
-    const int pieces = 16 / size;
-    for (; size >= 4 && i + pieces <= count; i += pieces)
-        for (int half = 0; half < TILE; half += VW) {
-            __m512i row[16];
-            for (int j = 0; j < 16; j++) {
-                const uint8_t *from = rows[half + j] + start + i * stride;
-                if (size == 16) row[j] = _mm512_loadu_si512(from);
-                if (size == 8)
-                    row[j] = _mm512_inserti64x4(
-                        _mm512_castsi256_si512(_mm256_loadu_si256((const void *)from)),
-                        _mm256_loadu_si256((const void *)(from + stride)), 1);
-                if (size == 4) {
-                    __m128i p[4];
-                    for (int n = 0; n < 4; n++)
-                        p[n] = _mm_loadu_si128((const void *)(from + n * stride));
-                    __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(p[0]), p[1], 1);
-                    __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(p[2]), p[3], 1);
-                    row[j] = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
-                }
+    for (; HAS_TRANSPOSE && size >= 4 && i + pieces <= count; i += pieces)
+        for (int part = 0; part < size * pieces; part += VW)
+            for (int half = 0; half < TILE; half += VW) {
+                vi row[VW];
+                for (int j = 0; j < VW; j++)
+                    row[j] = vector_of(rows[half + j] + start + i * stride + 4 * part, stride, size);
+                transpose(row);
+                for (int at = 0; at < VW; at++)
+                    store_i32(to[i * size + part + at] + half, row[at]);
             }
-            transpose(row);
-            for (int at = 0; at < 16; at++)
-                _mm512_storeu_si512(to[i * size + at] + half, row[at]);
-        }
-#endif
     for (int64_t j = 0; j < TILE; j++)
         for (int64_t n = i; n < count; n++)
             for (int at = 0; at < size; at++)
@@ -123,8 +132,7 @@ INLINE void halves_of(const uint8_t *const *rows, int64_t start, int64_t stride,
         uint16_t bits[TILE];
         for (int j = 0; j < TILE; j++) memcpy(bits + j, rows[j] + start + i * stride, 2);
         for (int j = 0; j < TILE; j += VW) {
-            vi wide = __builtin_convertvector(*(const vh_any *)(bits + j), vi);
-            store_f32(to[i * per_block] + j, of_half(wide) * sign);
+            store_f32(to[i * per_block] + j, of_half((vi)load_halves(bits + j)) * sign);
         }
     }
 }

@@ -55,7 +55,7 @@ INLINE void store_codes(int8_t *codes, float *scale, const void *x, int64_t D, i
     for (int j = 0; j < VW; j++) scaled[D + j] = 0;
     __asm__ volatile("" : : "r"(scaled) : "memory"); /* else the product is fused with a sum */
     for (i = 0; i + VW <= D; i += VW)
-        *(vb_any *)(codes + i) = __builtin_convertvector(code_of(load_f32(scaled + i), kind), vb);
+        store_bytes(codes + i, code_of(load_f32(scaled + i), kind));
     if (i < D) {
         vi rest = code_of(load_f32(scaled + i), kind);
         for (int j = 0; i + j < D; j++) codes[i + j] = (int8_t)rest[j];
@@ -138,6 +138,6 @@ INLINE void widen(void *out, const char *codes, int64_t D, int kind, int dtype) 
         else memcpy(&some, codes + i, (size_t)(D - i));
         vf x = value_of(some, kind);
         if (dtype == F32) store_f32((float *)out + i, x);
-        else *(vh_any *)((bf16 *)out + i) = __builtin_convertvector((vu)x >> 16, vh);
+        else store_halves((bf16 *)out + i, (vu)x >> 16);
     }
 }

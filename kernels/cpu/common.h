@@ -3,7 +3,7 @@
  * VW floats a vector, TILE columns of a packed weight (two vectors), ROWS_MAX rows multiplied at
  * once: as many accumulators as the registers hold. All of it is written with GCC's vector types,
  * which GCC and Clang compile for any CPU; intrinsics are for what these lack: dot products, transposing,
- * adding up lanes, looking up bytes.
+ * adding up lanes, looking up bytes, some conversions.
  */
 #pragma once
 #include <math.h>
@@ -45,6 +45,7 @@ typedef uint16_t bf16;
 /* The same vectors without alignment to their size. */
 typedef vf vf_any __attribute__((aligned(4), may_alias));
 typedef vu vu_any __attribute__((aligned(4), may_alias));
+typedef vi vi_any __attribute__((aligned(4), may_alias));
 typedef int32_t int_any __attribute__((aligned(1), may_alias));
 typedef vh vh_any __attribute__((aligned(2), may_alias));
 typedef vb vb_any __attribute__((aligned(1), may_alias));
@@ -97,14 +98,34 @@ INLINE bf16 to_bf16(float x) {
 }
 
 INLINE vf splat(float x) { return x - (vf){0}; }
+INLINE vi splat_i(int32_t x) { return x - (vi){0}; }
 
 INLINE vf load_f32(const float *p) { return *(const vf_any *)p; }
 INLINE void store_f32(float *p, vf x) { *(vf_any *)p = x; }
+INLINE vi load_i32(const void *p) { return *(const vi_any *)p; }
+INLINE void store_i32(void *p, vi x) { *(vi_any *)p = x; }
 
-INLINE vf load_bf16(const bf16 *p) {
-    vu wide = __builtin_convertvector(*(const vh_any *)p, vu) << 16;
-    return (vf)wide;
+/* 16 bits each, as integers. As conversions of vectors GCC 12 makes these and the two below of
+ * halves, or of single numbers. */
+INLINE vu load_halves(const void *p) {
+#if VW == 8
+    return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+#else
+    return __builtin_convertvector(*(const vh_any *)p, vu);
+#endif
 }
+
+/* Integers below 2**16. */
+INLINE void store_halves(void *p, vu x) {
+#if VW == 8
+    __m256i both = _mm256_packus_epi32((__m256i)x, (__m256i)x);
+    _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(both, 8)));
+#else
+    *(vh_any *)p = __builtin_convertvector(x, vh);
+#endif
+}
+
+INLINE vf load_bf16(const bf16 *p) { return (vf)(load_halves(p) << 16); }
 
 INLINE void store_bf16(bf16 *p, vf x) {
 #if HAS_DOT
@@ -115,10 +136,10 @@ INLINE void store_bf16(bf16 *p, vf x) {
     vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     vi is_nan = x != x;
     rounded = (rounded & ~(vu)is_nan) | ((vu)is_nan & 0x7fc0);
-    *(vh_any *)p = __builtin_convertvector(rounded, vh);
+    store_halves(p, rounded);
 }
 
-/* Bytes as integers. As a conversion of vectors GCC 12 takes them one by one. */
+/* Bytes as integers. */
 INLINE vi widened(vb x) {
 #if VW == 16
     return (vi)_mm512_cvtepi8_epi32((__m128i)x);
@@ -135,6 +156,11 @@ INLINE vi widened(vb x) {
 INLINE void store_bytes(int8_t *to, vi x) {
 #if VW == 16
     _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)x));
+#elif VW == 8
+    const __m256i lowest = _mm256_set1_epi32(0x0c080400);
+    __m256i four = _mm256_shuffle_epi8((__m256i)x, lowest);
+    four = _mm256_permutevar8x32_epi32(four, _mm256_setr_epi32(0, 4, 0, 4, 0, 4, 0, 4));
+    _mm_storel_epi64((__m128i *)to, _mm256_castsi256_si128(four));
 #else
     for (int i = 0; i < VW; i++) to[i] = (int8_t)x[i];
 #endif
@@ -164,9 +190,13 @@ INLINE char *at(const void *p, int64_t i, int dtype) { return (char *)p + i * si
 
 /* Halves are added (or compared) until one lane is left, so the order is the same everywhere. */
 INLINE float sum_of(vf x) {
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
+#if VW == 16
     __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)x),
                                 _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)x, 1)));
+#else
+    __m256 half = (__m256)x;
+#endif
     __m128 part = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
     part = _mm_add_ps(part, _mm_movehl_ps(part, part));
     return _mm_cvtss_f32(_mm_add_ss(part, _mm_movehdup_ps(part)));
@@ -180,8 +210,12 @@ INLINE float sum_of(vf x) {
 }
 
 INLINE float largest_of(vf x) {
-#if defined(__AVX512F__)
+#if VW == 16
     return _mm512_reduce_max_ps((__m512)x);
+#elif VW == 8
+    __m128 part = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    part = _mm_max_ps(part, _mm_movehl_ps(part, part));
+    return _mm_cvtss_f32(_mm_max_ss(part, _mm_movehdup_ps(part)));
 #else
     float lane[VW];
     store_f32(lane, x);
@@ -190,10 +224,12 @@ INLINE float largest_of(vf x) {
 #endif
 }
 
+/* VW rows of VW elements of 4 bytes -> their columns. */
 #if VW == 16
-/* 16 rows of 16 elements of 4 bytes -> their columns. */
-INLINE void transpose(__m512i row[16]) {
-    __m512i other[16];
+#define HAS_TRANSPOSE 1
+INLINE void transpose(vi rows[VW]) {
+    __m512i row[16], other[16];
+    for (int i = 0; i < 16; i++) row[i] = (__m512i)rows[i];
     for (int i = 0; i < 16; i += 2) {
         other[i] = _mm512_unpacklo_epi32(row[i], row[i + 1]);
         other[i + 1] = _mm512_unpackhi_epi32(row[i], row[i + 1]);
@@ -209,10 +245,31 @@ INLINE void transpose(__m512i row[16]) {
             other[i + j + 4] = _mm512_shuffle_i32x4(row[i + j], row[i + j + 4], 0xdd);
         }
     for (int j = 0; j < 8; j++) {
-        row[j] = _mm512_shuffle_i32x4(other[j], other[j + 8], 0x88);
-        row[j + 8] = _mm512_shuffle_i32x4(other[j], other[j + 8], 0xdd);
+        rows[j] = (vi)_mm512_shuffle_i32x4(other[j], other[j + 8], 0x88);
+        rows[j + 8] = (vi)_mm512_shuffle_i32x4(other[j], other[j + 8], 0xdd);
     }
 }
+#elif VW == 8
+#define HAS_TRANSPOSE 1
+INLINE void transpose(vi rows[VW]) {
+    __m256i row[8], other[8];
+    for (int i = 0; i < 8; i += 2) {
+        other[i] = _mm256_unpacklo_epi32((__m256i)rows[i], (__m256i)rows[i + 1]);
+        other[i + 1] = _mm256_unpackhi_epi32((__m256i)rows[i], (__m256i)rows[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {
+            row[i + 2 * j] = _mm256_unpacklo_epi64(other[i + j], other[i + j + 2]);
+            row[i + 2 * j + 1] = _mm256_unpackhi_epi64(other[i + j], other[i + j + 2]);
+        }
+    for (int j = 0; j < 4; j++) {
+        rows[j] = (vi)_mm256_permute2x128_si256(row[j], row[j + 4], 0x20);
+        rows[j + 4] = (vi)_mm256_permute2x128_si256(row[j], row[j + 4], 0x31);
+    }
+}
+#else
+#define HAS_TRANSPOSE 0
+INLINE void transpose(vi rows[VW]) { (void)rows; }
 #endif
 
 /* 0, 1, 2 ... */
@@ -239,6 +296,9 @@ INLINE vf choose(vi where, vf yes, vf no) { return (vf)((where & (vi)yes) | (~wh
 #if defined(__AVX512F__)
 INLINE vf max_of(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
 INLINE vf min_of(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+#elif VW == 8
+INLINE vf max_of(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE vf min_of(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
 #else
 INLINE vf max_of(vf a, vf b) { return choose(a > b, a, b); }
 INLINE vf min_of(vf a, vf b) { return choose(a < b, a, b); }

@@ -5,10 +5,14 @@
  * sums, `start` is what a sum begins with. With `is_small` all weights are below 64.
  *
  *   AVX512-VNNI, AVX-VNNI  one instruction
- *   AVX512BW, AVX2, SSSE3  products of 16 bits: pmaddubsw adds pairs and saturates beyond 32,767,
- *                          which two products of 255 * 127 exceed; it serves small weights alone
+ *   AVX2, SSSE3            pmaddubsw, which adds pairs of products of unsigned and signed bytes in 16
+ *                          bits and saturates beyond 32,767. 255 * 127 twice exceeds that, so
+ *                          weights are signed, as with NEON, and give their signs to the activations
+ *   AVX512BW               has no instruction for that: products of 16 bits
  *   NEON dotprod           signed weights: 128 is subtracted, and added again by `start`
  *   others                 vectors of 32 bits
+ *
+ * Small weights need no signs, and where pmaddubsw serves, those below 16 are added up in 16 bits.
  */
 #pragma once
 #include "common.h"
@@ -29,26 +33,31 @@
 #elif VW == 8 && defined(__AVX2__)
 #define PAIRS(w, a) (vi)_mm256_madd_epi16((__m256i)(w), (__m256i)(a))
 #define SMALL_PAIRS(w, a) (vi)_mm256_maddubs_epi16((__m256i)(w), (__m256i)(a))
+#define SIZE(w) (vi)_mm256_abs_epi8((__m256i)(w))
+#define SIGNED(a, w) (vi)_mm256_sign_epi8((__m256i)(a), (__m256i)(w))
 #elif VW == 4 && defined(__SSSE3__)
 #define PAIRS(w, a) (vi)_mm_madd_epi16((__m128i)(w), (__m128i)(a))
 #define SMALL_PAIRS(w, a) (vi)_mm_maddubs_epi16((__m128i)(w), (__m128i)(a))
+#define SIZE(w) (vi)_mm_abs_epi8((__m128i)(w))
+#define SIGNED(a, w) (vi)_mm_sign_epi8((__m128i)(a), (__m128i)(w))
 #elif VW == 4 && defined(__ARM_FEATURE_DOTPROD)
 #define DOT_SIGNED(s, w, a) (vi)vdotq_s32((int32x4_t)(s), (int8x16_t)(w), (int8x16_t)(a))
 #endif
 
 typedef uint8_t bytes __attribute__((vector_size(VW * 4)));
-typedef vi vi_any __attribute__((aligned(4), may_alias));
+typedef int16_t shorts __attribute__((vector_size(VW * 4)));
 
-/* 4 codes of VW outputs, or 4 activations: in 16 bits the even ones and the odd ones. */
+/* 4 codes of VW outputs, or 4 activations. Of products of 16 bits `even` and `odd` are the even and
+ * the odd ones, of signed weights these without and with their signs. */
 typedef struct {
     vi even, odd;
 } Four;
 
-INLINE vi splat_i(int32_t x) { return x - (vi){0}; }
-
 INLINE Four split(vi codes, int is_small) {
     Four w = {codes, codes};
-#if defined(PAIRS)
+#if defined(SIGNED)
+    if (!is_small) w.odd = codes ^ (int32_t)0x80808080, w.even = SIZE(w.odd);
+#elif defined(PAIRS)
     if (!is_small) w = (Four){codes & 0x00ff00ff, (vi)((vu)codes >> 8) & 0x00ff00ff};
 #elif defined(DOT_SIGNED)
     if (!is_small) w.even = codes ^ (int32_t)0x80808080;
@@ -60,10 +69,9 @@ INLINE Four split(vi codes, int is_small) {
 INLINE Four spread(const char *four, int is_small) {
     vi codes = splat_i(*(const int_any *)four);
     Four a = {codes, codes};
-#if defined(PAIRS)
+#if defined(PAIRS) && !defined(SIGNED)
     vi high = (vi)((vu)codes & 0xff00ff00); /* the odd ones, times 256 */
-    typedef int16_t words __attribute__((vector_size(VW * 4)));
-    if (!is_small) a = (Four){(vi)((words)((vu)codes << 8) >> 8), (vi)((words)high >> 8)};
+    if (!is_small) a = (Four){(vi)((shorts)((vu)codes << 8) >> 8), (vi)((shorts)high >> 8)};
 #endif
     (void)is_small;
     return a;
@@ -73,6 +81,9 @@ INLINE vi dot(vi sum, Four w, Four a, int is_small) {
 #if defined(DOT_VNNI)
     (void)is_small;
     return DOT_VNNI(sum, w.even, a.even);
+#elif defined(SIGNED)
+    vi by = is_small ? a.even : SIGNED(a.even, w.odd);
+    return sum + PAIRS(SMALL_PAIRS(w.even, by), splat_i(0x00010001));
 #elif defined(PAIRS)
     if (is_small) return sum + PAIRS(SMALL_PAIRS(w.even, a.even), splat_i(0x00010001));
     return sum + PAIRS(w.even, a.even) + PAIRS(w.odd, a.odd);
@@ -87,9 +98,21 @@ INLINE vi dot(vi sum, Four w, Four a, int is_small) {
 #endif
 }
 
+/* Sums of products of weights below 16 in 16 bits, of PART of K at most, where those are faster. */
+#define PART 32
+#if defined(SMALL_PAIRS)
+#define HAS_PARTS 1
+INLINE vi dot_part(vi part, vi w, vi a) { return (vi)((shorts)part + (shorts)SMALL_PAIRS(w, a)); }
+INLINE vi widen_part(vi part) { return PAIRS(part, splat_i(0x00010001)); }
+#else
+#define HAS_PARTS 0
+INLINE vi dot_part(vi part, vi w, vi a) { return part + w + a; } /* none is made */
+INLINE vi widen_part(vi part) { return part; }
+#endif
+
 /* What a sum begins with: `first`, with what makes signed weights unsigned again. */
 INLINE vi start(int32_t first, int32_t activations, int is_small) {
-#if defined(DOT_SIGNED)
+#if defined(DOT_SIGNED) || defined(SIGNED)
     if (!is_small) first += 128 * activations;
 #endif
     (void)is_small, (void)activations;
@@ -121,7 +144,7 @@ INLINE vf load_scales(const char *p, int is_wide) {
 #elif VW == 8 && defined(__F16C__)
     return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 #else
-    vu bits = __builtin_convertvector(*(const vh_any *)p, vu);
+    vu bits = load_halves(p);
     vf size = (vf)((bits & 0x7fff) << 13) * 0x1p112f; /* the exponent's bias is 127, not 15 */
     return (vf)((vu)size | (bits & 0x8000) << 16);
 #endif

@@ -25,7 +25,7 @@ static void dense_rows_run(const Op *op, const Step *step, int64_t chunk, Worker
     (void)me;
     if (chunk >= step->counts[op->count]) return;
     int64_t token = ((const int64_t *)op->p[0])[chunk], H = op->n[0], size = size_of(op->dtype);
-    int64_t each = HAS_DOT && op->dtype == BF16 ? 2 : 1; /* numbers that lie together */
+    int64_t each = op->dtype == BF16 ? 2 : 1; /* numbers that lie together */
     const char *from = (const char *)op->p[1] + token / TILE * panel_bytes(H, op->dtype);
     char *to = (char *)op->p[2] + chunk * H * size;
     from += token % TILE * each * size;

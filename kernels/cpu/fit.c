@@ -45,16 +45,13 @@ typedef struct {
 
 INLINE void take_groups(Groups *it, const void *x, int64_t first, int64_t K, int dtype) {
     int64_t whole = 0; /* of each group, taken as vectors that are turned */
-#if VW == 16
-    if ((first + VW) * it->size <= K) whole = it->size / VW * VW;
+    if (HAS_TRANSPOSE && (first + VW) * it->size <= K) whole = it->size / VW * VW;
     for (int64_t i = 0; i < whole; i += VW) {
-        __m512i turned[VW];
-        for (int g = 0; g < VW; g++)
-            turned[g] = (__m512i)load(x, (first + g) * it->size + i, dtype);
+        vi turned[VW];
+        for (int g = 0; g < VW; g++) turned[g] = (vi)load(x, (first + g) * it->size + i, dtype);
         transpose(turned);
         for (int j = 0; j < VW; j++) it->x[i + j] = (vf)turned[j];
     }
-#endif
     for (int64_t i = whole; i < it->size; i++)
         for (int g = 0; g < VW; g++) {
             int64_t k = (first + g) * it->size + i;

@@ -1,10 +1,11 @@
 /* y [R, N] = x [R, K] @ weight.T + bias, with the weight packed once into panels.
  *
- * A panel is TILE outputs, whole K: [panel][K][TILE], or with the dot product [panel][K / 2][TILE]
- * [2]. Memory is read front to back once for any number of rows; at most ROWS_MAX rows share a pass
- * over a panel, and the passes fetch the next panel into the cache while they compute; a single row
- * is fast enough for the hardware's prefetcher alone (docs/kernels.md). Every output
- * is one chain of sums over K in order, so a row's result depends on that row alone.
+ * A panel is TILE outputs, whole K: [panel][K][TILE], of bfloat16 [panel][K / 2][TILE][2], which the
+ * dot product takes as it is and others widen by an instruction for VW numbers (one by one they are a
+ * half slower with AVX2). Memory is read front to back once for any number of rows; at most ROWS_MAX
+ * rows share a pass over a panel, and the passes fetch the next panel into the cache while they
+ * compute; a single row is fast enough for the hardware's prefetcher alone (docs/kernels.md). Every
+ * output is one chain of sums over K in order, so a row's result depends on that row alone.
  *
  *   p  x, weight, bias or 0, y      n  K, N, stride of x, stride of y
  *   flags  see panels.h
@@ -16,15 +17,33 @@
 #define DEPTH 512      /* of K at once where rows take several passes: stays in the L1 cache */
 
 INLINE int64_t panel_bytes(int64_t K, int dtype) {
-    return (HAS_DOT && dtype == BF16 ? (K + 1) / 2 * 2 : K) * TILE * size_of(dtype);
+    return (dtype == BF16 ? (K + 1) / 2 * 2 : K) * TILE * size_of(dtype);
+}
+
+/* Two of K of VW outputs, or of a row of x for all of them. */
+#if HAS_DOT
+typedef __m512bh Pair;
+#else
+typedef vu Pair;
+#endif
+typedef Pair Pair_any __attribute__((may_alias));
+
+/* sum += w * x, the first of K first. */
+INLINE vf add_pair(vf sum, Pair w, Pair x) {
+#if HAS_DOT
+    return (vf)_mm512_dpbf16_ps((__m512)sum, w, x);
+#else
+    sum += (vf)(w << 16) * (vf)(x << 16);
+    return sum + (vf)(w & 0xffff0000) * (vf)(x & 0xffff0000);
+#endif
 }
 
 typedef void Kernel(float *sum, int is_first, const char *x, int64_t stride, const char *panel,
                     int64_t K, const char *next, int lines);
 
 /* sum [rows][TILE] (+)= x [rows][K] @ panel; `lines` cache lines of what comes next are fetched
- * every 4 steps, past the L2 and L3 caches (docs/kernels.md). Inlined with constants for rows and
- * dtype. */
+ * every 16 bytes of an output, past the L2 and L3 caches (docs/kernels.md). Inlined with constants for
+ * rows and dtype. */
 INLINE void multiply(float *sum, int is_first, const char *x, int64_t stride, const char *panel,
                      int64_t K, const char *next, int lines, int rows, int dtype) {
     vf s[ROWS_MAX][2];
@@ -35,40 +54,36 @@ INLINE void multiply(float *sum, int is_first, const char *x, int64_t stride, co
             s[r][j] = is_first ? (vf){0} : load_f32(sum + r * TILE + j * VW);
     }
     int64_t k = 0;
-#if HAS_DOT
-    const __m512bh *w = (const __m512bh *)panel;
-    if (dtype == BF16)
+    const Pair_any *w = (const Pair_any *)panel;
+    if (dtype == BF16) {
         for (; k + 8 <= K; k += 8) {
             for (int i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 0);
 #pragma GCC unroll 4
             for (int u = 0; u < 16; u += 4, w += 2) {
-                __m512bh w0 = w[0], w1 = w[1];
 #pragma GCC unroll 8
                 for (int r = 0; r < rows; r++) {
-                    __m512bh pair = (__m512bh)_mm512_set1_epi32(*(const int_any *)(from[r] + 2 * k + u));
-                    s[r][0] = (vf)_mm512_dpbf16_ps((__m512)s[r][0], w0, pair);
-                    s[r][1] = (vf)_mm512_dpbf16_ps((__m512)s[r][1], w1, pair);
+                    Pair both = (Pair)splat_i(*(const int_any *)(from[r] + 2 * k + u));
+                    for (int j = 0; j < 2; j++) s[r][j] = add_pair(s[r][j], w[j], both);
                 }
             }
         }
-    if (dtype == BF16)
         for (; k < K; k += 2, w += 2)
             for (int r = 0; r < rows; r++) {
                 int32_t both = 0;
                 memcpy(&both, from[r] + 2 * k, k + 2 <= K ? 4 : 2);
-                __m512bh pair = (__m512bh)_mm512_set1_epi32(both);
-                s[r][0] = (vf)_mm512_dpbf16_ps((__m512)s[r][0], w[0], pair);
-                s[r][1] = (vf)_mm512_dpbf16_ps((__m512)s[r][1], w[1], pair);
+                for (int j = 0; j < 2; j++)
+                    s[r][j] = add_pair(s[r][j], w[j], (Pair)splat_i(both));
             }
-#endif
+    }
     for (; k + 4 <= K; k += 4) {
         for (int i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 0);
 #pragma GCC unroll 4
         for (int u = 0; u < 4; u++) {
-            vf w0 = load(panel, (k + u) * TILE, dtype), w1 = load(panel, (k + u) * TILE + VW, dtype);
+            const float *at = (const float *)panel + (k + u) * TILE;
+            vf w0 = load_f32(at), w1 = load_f32(at + VW);
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
-                vf each = splat(load_one(from[r], k + u, dtype));
+                vf each = splat(((const float *)from[r])[k + u]);
                 s[r][0] += w0 * each;
                 s[r][1] += w1 * each;
             }
@@ -76,9 +91,9 @@ INLINE void multiply(float *sum, int is_first, const char *x, int64_t stride, co
     }
     for (; k < K; k++)
         for (int r = 0; r < rows; r++) {
-            vf each = splat(load_one(from[r], k, dtype));
-            s[r][0] += load(panel, k * TILE, dtype) * each;
-            s[r][1] += load(panel, k * TILE + VW, dtype) * each;
+            vf each = splat(((const float *)from[r])[k]);
+            for (int j = 0; j < 2; j++)
+                s[r][j] += load_f32((const float *)panel + k * TILE + j * VW) * each;
         }
     for (int r = 0; r < rows; r++)
         for (int j = 0; j < 2; j++) store_f32(sum + r * TILE + j * VW, s[r][j]);

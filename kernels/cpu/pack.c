@@ -38,19 +38,17 @@ INLINE int is_up(const Op *op, int64_t j) { return op->flags >= GATE_SILU && j >
 /* 4-byte words of each row, or zeros where it is 0, to [count][TILE]. */
 static void pack_words(char *to, const char *const *rows, int64_t count) {
     int64_t i = 0;
-#if VW == 16
-    for (; i + 16 <= count; i += 16)
+    for (; HAS_TRANSPOSE && i + VW <= count; i += VW)
         for (int half = 0; half < TILE; half += VW) {
-            __m512i row[16];
-            for (int j = 0; j < 16; j++) {
+            vi row[VW];
+            for (int j = 0; j < VW; j++) {
                 const char *from = rows[half + j];
-                row[j] = from ? _mm512_loadu_si512(from + 4 * i) : _mm512_setzero_si512();
+                row[j] = from ? load_i32(from + 4 * i) : (vi){0};
             }
             transpose(row);
-            for (int at = 0; at < 16; at++)
-                _mm512_storeu_si512(to + 4 * ((i + at) * TILE + half), row[at]);
+            for (int at = 0; at < VW; at++)
+                store_i32(to + 4 * ((i + at) * TILE + half), row[at]);
         }
-#endif
     for (int64_t j = 0; j < TILE; j++)
         for (int64_t at = i; at < count; at++)
             ((int_any *)to)[at * TILE + j] = rows[j] ? ((const int_any *)rows[j])[at] : 0;
@@ -68,15 +66,11 @@ static void pack_run(const Op *op, const Step *step, int64_t panel, Worker *me) 
     }
     if (op->dtype == F32) {
         pack_words(to, rows, K);
-    } else if (HAS_DOT) {
-        pack_words(to, rows, K / 2);
-        for (int64_t j = 0; K % 2 && j < TILE; j++)
-            ((uint32_t *)to)[K / 2 * TILE + j] = rows[j] ? ((const bf16 *)rows[j])[K - 1] : 0;
-    } else {
-        for (int64_t j = 0; j < TILE; j++)
-            for (int64_t k = 0; k < K; k++)
-                ((bf16 *)to)[k * TILE + j] = rows[j] ? ((const bf16 *)rows[j])[k] : 0;
+        return;
     }
+    pack_words(to, rows, K / 2);
+    for (int64_t j = 0; K % 2 && j < TILE; j++)
+        ((uint32_t *)to)[K / 2 * TILE + j] = rows[j] ? ((const bf16 *)rows[j])[K - 1] : 0;
 }
 
 enum { ROUNDED = 1, NOT_FINITE = 2 }; /* faults */
@@ -144,8 +138,7 @@ INLINE int put_numbers(char *to, const float *from, int form) {
         vf x = load_f32(from + j);
         vi half = half_of(x);
         faults |= ~(magnitude(of_half(half) - x) <= magnitude(x) * 0x1p-11f);
-        vh narrow = __builtin_convertvector((vu)half, vh);
-        memcpy(to + 2 * j, &narrow, sizeof narrow);
+        store_halves(to + 2 * j, (vu)half);
     }
     return any_of(faults) ? ROUNDED : 0;
 }

@@ -11,7 +11,7 @@
 enum { STORE = 0, ADD_TO = 1, GATE_SILU = 2, GATE_GELU = 3, GATE_GELU_TANH = 4 };
 
 #define MAX_PANELS 8   /* a chunk of work */
-#define FETCHING 8     /* passes that fetch: together they bring the next DEPTH */
+#define FETCHING (TILE / 4) /* passes that fetch: together they bring the next DEPTH */
 /* Rows at once: they and their sums stay in the L2 cache between the panels of a chunk. 2,048
  * rows of the half model's matrices in 1.81 s, with 480 rows whatever K 1.97 (2 cores of an EPYC Zen
  * 5, 2026-11-22); 256 and 512 KiB, and DEPTH 256 and 384, within 1%. */
@@ -19,13 +19,20 @@ enum { STORE = 0, ADD_TO = 1, GATE_SILU = 2, GATE_GELU = 3, GATE_GELU_TANH = 4 }
 #define BLOCK_ROWS 480
 #define BLOCK_ROWS_MIN 96
 
-/* Separate functions, since inlined together they run out of registers; and without GCC's
- * rewriting of the row pointers, which costs 3%. 8 rows by two vectors reach 460 GFLOP/s on a core
+/* Separate functions, since inlined together they run out of registers; and without GCC's rewriting
+ * of the row pointers, which costs 3%. Where a product and its sum are two instructions, GCC also
+ * makes all products of a row before it adds them, in memory: without that, 4 bits are 15 to 20% faster
+ * with AVX2 (GCC 12, EPYC Zen 3, 2026-11-27). 8 rows by two vectors reach 460 GFLOP/s on a core
  * of an EPYC Zen 5 (2 bfloat16 dot products a cycle); 12 rows do so with GCC, and Clang spills. */
+#if VW == 16
+#define IN_ORDER
+#else
+#define IN_ORDER , "no-tree-ter"
+#endif
 #if defined(__clang__)
 #define KERNEL static __attribute__((noinline))
 #else
-#define KERNEL static __attribute__((noinline, optimize("no-ivopts")))
+#define KERNEL static __attribute__((noinline, optimize("no-ivopts" IN_ORDER)))
 #endif
 
 /* Few rows are read rather than computed: a chunk may be small, since a thread's next one follows it

@@ -119,13 +119,18 @@ typedef void QuantizedKernel(float *sum, const char *x, int64_t stride, const ch
                              int64_t first, int64_t last, const Shape *shape, const char *next,
                              int64_t lines);
 
-/* s [rows][2] += 4 of K. */
+/* s [rows][2] += 4 of K; `in_parts`: s are sums of 16 bits (dot.h). */
 INLINE void dot_rows(vi s[][2], vi c0, vi c1, const char *const *from, int64_t at, int rows,
-                     int is_small) {
+                     int is_small, int in_parts) {
     Four w0 = split(c0, is_small), w1 = split(c1, is_small);
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++) {
         Four a = spread(from[r] + at, is_small);
+        if (in_parts) {
+            s[r][0] = dot_part(s[r][0], c0, a.even);
+            s[r][1] = dot_part(s[r][1], c1, a.even);
+            continue;
+        }
         s[r][0] = dot(s[r][0], w0, a, is_small);
         s[r][1] = dot(s[r][1], w1, a, is_small);
     }
@@ -133,13 +138,13 @@ INLINE void dot_rows(vi s[][2], vi c0, vi c1, const char *const *from, int64_t a
 
 /* s += 16 of K, from a panel's codes. */
 INLINE void dot_codes(vi s[][2], const char *data, const char *const *from, int64_t at, vi table,
-                      int rows, int kind) {
+                      int rows, int kind, int in_parts) {
     const vi_any *codes = (const vi_any *)data;
-    const int is_small = kind != LOOKED_UP;
+    const int is_small = kind == NIBBLES || kind == SIXES;
     if (kind >= BYTES) {
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++)
-            dot_rows(s, codes[2 * i], codes[2 * i + 1], from, at + 4 * i, rows, 0);
+            dot_rows(s, codes[2 * i], codes[2 * i + 1], from, at + 4 * i, rows, 0, 0);
         return;
     }
 #pragma GCC unroll 4
@@ -155,8 +160,24 @@ INLINE void dot_codes(vi s[][2], const char *data, const char *const *from, int6
                 c[j] |= (vi)upper & 0x30303030;
             }
         }
-        dot_rows(s, c[0], c[1], from, at + 4 * i, rows, is_small);
+        dot_rows(s, c[0], c[1], from, at + 4 * i, rows, is_small, in_parts);
     }
+}
+
+/* s = `count` of K, PART at most, of codes below 16; where the codes end. */
+INLINE const char *dot_parts(vi s[][2], const char *data, const char *const *from, int64_t at,
+                             int64_t count, int rows) {
+    vi part[ROWS_MAX][2];
+    memset(part, 0, sizeof part);
+    if (count == PART) {
+        dot_codes(part, data, from, at, splat_i(0), rows, NIBBLES, 1);
+        dot_codes(part, data + TILE * 8, from, at + 16, splat_i(0), rows, NIBBLES, 1);
+    } else
+        for (int64_t k = 0; k < count; k += 16)
+            dot_codes(part, data + k / 2 * TILE, from, at + k, splat_i(0), rows, NIBBLES, 1);
+    for (int r = 0; r < rows; r++)
+        for (int j = 0; j < 2; j++) s[r][j] = widen_part(part[r][j]);
+    return data + count / 2 * TILE;
 }
 
 /* sum [rows][TILE] += x @ panel, blocks `first` to `last`; every block fetches `lines` lines of what
@@ -166,7 +187,7 @@ INLINE void multiply_codes(float *sum, const char *x, int64_t stride, const char
                            int64_t lines, int rows, int kind) {
     const int is_small = kind == NIBBLES || kind == SIXES, is_wide = shape->form & WIDE_SCALES;
     const int64_t block = shape->block, record = RECORD_BYTES + block;
-    const int bits = kind >= BYTES ? 8 : kind == SIXES ? 6 : 4;
+    const int bits = kind >= BYTES ? 8 : kind == SIXES ? 6 : 4, in_parts = HAS_PARTS && kind == NIBBLES;
     const int64_t offsets = shape->form & OFFSETS ? shape->header / 2 : 0;
     const vi table = shape->table;
     const char *from[ROWS_MAX];
@@ -188,19 +209,30 @@ INLINE void multiply_codes(float *sum, const char *x, int64_t stride, const char
     Header read_first = {{{0}}, {{0}}};
     if (is_few) read_first = load_header(header, offsets, is_wide);
     for (int64_t b = first, at = 0; b < last; b++, at += record) {
+        for (int64_t i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 0);
         vi s[ROWS_MAX][2];
         vf zero[2] = {{0}};
         if (zeros) load_zeros(zero, zeros);
+        int64_t k = at + RECORD_BYTES;
+        if (in_parts) data = dot_parts(s, data, from, k, min_int(PART, block), rows);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
             const Record *a = (const Record *)(from[r] + at);
-            s[r][0] = s[r][1] = start(a->start, a->sum, is_small);
-            for (int j = 0; j < 2 && zeros; j++) s[r][j] = start_less(zero[j], a->as_float);
+            for (int j = 0; j < 2; j++) {
+                vi first = zeros ? start_less(zero[j], a->as_float)
+                                 : start(a->start, a->sum, is_small);
+                s[r][j] = in_parts ? first + s[r][j] : first;
+            }
         }
-        for (int64_t i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 0);
-        int64_t k = at + RECORD_BYTES;
-        for (; k < at + record; k += 16, data += TILE * 2 * bits)
-            dot_codes(s, data, from, k, table, rows, kind);
+        if (!in_parts)
+            for (; k < at + record; k += 16, data += TILE * 2 * bits)
+                dot_codes(s, data, from, k, table, rows, kind, 0);
+        for (k += PART; in_parts && k < at + record; k += PART) {
+            vi more[ROWS_MAX][2];
+            data = dot_parts(more, data, from, k, min_int(PART, at + record - k), rows);
+            for (int r = 0; r < rows; r++)
+                for (int j = 0; j < 2; j++) s[r][j] += more[r][j];
+        }
         const int is_end = kind != BYTES && (--of_sum == 0 || b + 1 == last);
         Header h = read_first;
         if (!is_few && (kind != LONG_BYTES || is_end)) h = load_header(header, offsets, is_wide);

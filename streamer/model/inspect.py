@@ -141,8 +141,12 @@ def recognize(checkpoint: Checkpoint, dtype_setting: str, device: torch.device =
     method = parse_quantization(checkpoint.config).method
     is_quantized = bool(method or checkpoint.quantization)
     stored = checkpoint.stored_dtype
-    dtype = choose_dtype(dtype_setting, stored, device, is_quantized=is_quantized)
-    if architecture_of(checkpoint.config) in FAMILIES:
+    is_ours = architecture_of(checkpoint.config) in FAMILIES
+    is_native = is_ours and not ops.why_not_native()
+    dtype = choose_dtype(
+        dtype_setting, stored, device, is_quantized=is_quantized, is_native=is_native
+    )
+    if is_ours:
         decoder = parse_config(checkpoint.config)
         matrices = check_tensors(checkpoint, decoder)
         shapes = [shape for _, shape in expected_tensors(decoder)]

@@ -42,7 +42,8 @@ class WeightSource(Protocol):
 
 @lru_cache
 def has_bf16() -> bool:
-    """Whether the CPU computes in bfloat16 rather than emulating it slowly."""
+    """Whether torch's operators compute in bfloat16 on this CPU rather than emulating it slowly. The
+    native kernels need no such CPU: they widen weights to float32, and read half the memory."""
     try:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     except (AttributeError, RuntimeError):

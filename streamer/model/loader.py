@@ -221,13 +221,19 @@ def check_stored_dtypes(entries: Iterable[TensorEntry]) -> None:
 
 
 def choose_dtype(
-    setting: str, stored: str, device: torch.device = CPU, *, is_quantized: bool = False
+    setting: str,
+    stored: str,
+    device: torch.device = CPU,
+    *,
+    is_quantized: bool = False,
+    is_native: bool = False,
 ) -> torch.dtype:
     """The dtype to compute in: `setting` (auto, float32, bfloat16, float16), or the checkpoint's.
 
     float16 has no fast path on a CPU, and bfloat16 would drop 3 of its 10 bits: there auto makes it
     float32; of a quantized checkpoint bfloat16, since the matrices keep fewer bits than that.
-    bfloat16 on a CPU that would emulate it becomes float32 too. All are logged.
+    bfloat16 on a CPU that would emulate it becomes float32 too, unless the native kernels compute it
+    (`is_native`). All are logged.
     """
     name = STORED.get(stored, "bfloat16") if setting == "auto" else setting
     if name == "float16" and setting == "auto" and is_quantized:
@@ -244,7 +250,7 @@ def choose_dtype(
         raise ModelNotSupported(
             f"dtype {setting!r} is not auto, float32, bfloat16 or float16", param="dtype"
         )
-    if name == "bfloat16" and device.type == "cpu" and not has_bf16():
+    if name == "bfloat16" and device.type == "cpu" and not (is_native or has_bf16()):
         logger.warning("this CPU has no bfloat16 arithmetic, computing in float32")
         name = "float32"
     return DTYPES[name]

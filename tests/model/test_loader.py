@@ -143,6 +143,7 @@ def test_choose_dtype(
         assert choose_dtype(setting, stored) is dtype
     assert says in caplog.text
     assert bool(says) == bool(caplog.text)
+    assert choose_dtype("bfloat16", stored, is_native=True) is torch.bfloat16
 
 
 def test_float16_is_computed_as_such_on_a_gpu_alone(caplog: pytest.LogCaptureFixture) -> None:
