@@ -42,8 +42,8 @@ class WeightSource(Protocol):
 
 @lru_cache
 def has_bf16() -> bool:
-    """Whether torch's operators compute in bfloat16 on this CPU rather than emulating it slowly. The
-    native kernels need no such CPU: they widen weights to float32, and read half the memory."""
+    """Whether torch's operators compute in bfloat16 here rather than emulating it slowly. The
+    native kernels do on every CPU: they widen it to float32, and read half the memory."""
     try:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     except (AttributeError, RuntimeError):

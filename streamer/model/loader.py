@@ -232,8 +232,8 @@ def choose_dtype(
 
     float16 has no fast path on a CPU, and bfloat16 would drop 3 of its 10 bits: there auto makes it
     float32; of a quantized checkpoint bfloat16, since the matrices keep fewer bits than that.
-    bfloat16 on a CPU that would emulate it becomes float32 too, unless the native kernels compute it
-    (`is_native`). All are logged.
+    bfloat16 on a CPU that would emulate it becomes float32 too, unless the native kernels compute
+    it (`is_native`). All are logged.
     """
     name = STORED.get(stored, "bfloat16") if setting == "auto" else setting
     if name == "float16" and setting == "auto" and is_quantized:

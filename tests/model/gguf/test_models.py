@@ -13,7 +13,7 @@ import torch
 
 from streamer.errors import ConfigError, ModelNotSupported
 from streamer.kernels import reference
-from streamer.kernels.ops import for_cpu
+from streamer.kernels.ops import for_cpu, why_not_native
 from streamer.model.checkpoint import open_checkpoint
 from streamer.model.gguf.header import FORMATS, Room, read_header
 from streamer.model.inspect import recognize
@@ -158,7 +158,7 @@ def test_what_most_numbers_are_decides_of_dense_files_alone(
     def stored(name: str) -> Kind:
         return Kind.F16 if "embed" in name or "head" in name else Kind.Q4_0
 
-    of_codes = "bfloat16" if has_bf16() or not ops.why_not_native() else "float32"
+    of_codes = "bfloat16" if has_bf16() or not why_not_native() else "float32"
     for kind_of, expected in ((stored, of_codes), (lambda name: Kind.F16, "float32")):
         file = write_gguf(folder, tmp_path / "m.gguf", kind_of)
         assert recognize(open_checkpoint(file), "auto").dtype == expected
