@@ -62,8 +62,7 @@ INLINE void store_codes(int8_t *codes, float *scale, const void *x, int64_t D, i
     }
 }
 
-INLINE vf value_of(vb codes, int kind) {
-    vi wide = widened(codes);
+INLINE vf value_of(vi wide, int kind) {
     if (kind == INT8) return __builtin_convertvector(wide, vf);
     vi bits = ((wide & 0x80) << 24) | ((wide & 0x7f) << 20);
     return (vf)bits * 0x1p120f; /* the exponent's bias: 127 instead of 7; subnormals, too */
@@ -76,7 +75,7 @@ static _Alignas(64) uint8_t halves[2][2][128];
 __attribute__((constructor)) static void fill_halves(void) {
     for (int kind = INT8; kind <= FP8; kind++)
         for (int code = 0; code < 128; code++) {
-            bf16 value = to_bf16(value_of((vb){0} + (int8_t)code, kind)[0]);
+            bf16 value = to_bf16(value_of((vi){0} + code, kind)[0]);
             halves[kind - 1][0][code] = (uint8_t)value;
             halves[kind - 1][1][code] = (uint8_t)(value >> 8);
         }
@@ -132,11 +131,17 @@ INLINE void widen(void *out, const char *codes, int64_t D, int kind, int dtype) 
         return;
     }
 #endif
+#if VW == 8
+    for (; dtype == BF16 && i + 16 <= D; i += 16) {
+        vf one = value_of(load_bytes(codes + i), kind), two = value_of(load_bytes(codes + i + 8), kind);
+        __m256i both = _mm256_packus_epi32((__m256i)((vu)one >> 16), (__m256i)((vu)two >> 16));
+        store_i32((bf16 *)out + i, (vi)_mm256_permute4x64_epi64(both, 0xd8));
+    }
+#endif
     for (; i < D; i += VW) {
         vb some = {0};
-        if (i + VW <= D) some = *(const vb_any *)(codes + i);
-        else memcpy(&some, codes + i, (size_t)(D - i));
-        vf x = value_of(some, kind);
+        memcpy(&some, codes + i, (size_t)min_int(VW, D - i));
+        vf x = value_of(load_bytes(&some), kind);
         if (dtype == F32) store_f32((float *)out + i, x);
         else store_halves((bf16 *)out + i, (vu)x >> 16);
     }

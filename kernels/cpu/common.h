@@ -139,16 +139,14 @@ INLINE void store_bf16(bf16 *p, vf x) {
     store_halves(p, rounded);
 }
 
-/* Bytes as integers. */
-INLINE vi widened(vb x) {
+/* VW bytes, as integers. */
+INLINE vi load_bytes(const void *p) {
 #if VW == 16
-    return (vi)_mm512_cvtepi8_epi32((__m128i)x);
+    return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
 #elif VW == 8
-    int64_t bytes;
-    memcpy(&bytes, &x, sizeof bytes);
-    return (vi)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(bytes));
+    return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p));
 #else
-    return __builtin_convertvector(x, vi);
+    return __builtin_convertvector(*(const vb_any *)p, vi);
 #endif
 }
 

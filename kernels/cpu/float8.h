@@ -13,7 +13,7 @@ static _Alignas(64) uint8_t float8_levels[128][128];
 
 __attribute__((constructor)) static void fill_float8_levels(void) {
     float values[128];
-    for (int code = 0; code < 128; code++) values[code] = value_of((vb){0} + (int8_t)code, FP8)[0];
+    for (int code = 0; code < 128; code++) values[code] = value_of((vi){0} + code, FP8)[0];
     for (int largest = 1; largest < 128; largest++)
         for (int code = 0; code <= largest; code++)
             float8_levels[largest][code] = (uint8_t)lrint(127.0 * values[code] / values[largest]);
@@ -75,7 +75,7 @@ static void float8_row(const uint8_t *from, const float *scale, int64_t K, int64
         largest[g] = (int8_t)most;
         scales[g++] = *scale;
         if (g < VW && k + group < K) continue;
-        vf wide = value_of(*(const vb_any *)largest, FP8) * load_f32(scales) / 127.0f;
+        vf wide = value_of(load_bytes(largest), FP8) * load_f32(scales) / 127.0f;
         vf narrow = of_half(half_of(wide));
         vf chosen = choose(magnitude(narrow - wide) <= wide * 0x1p-11f, narrow, wide);
         memcpy(to, &chosen, (size_t)g * sizeof *to);

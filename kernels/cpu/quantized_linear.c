@@ -87,7 +87,7 @@ INLINE int64_t zeros_at(const Shape *s, int64_t group) {
 
 /* The zeros of a group of TILE outputs. */
 INLINE void load_zeros(vf zero[2], const char *p) {
-    vi both = widened(*(const vb_any *)p);
+    vi both = load_bytes(p);
     zero[0] = __builtin_convertvector(both & 15, vf);
     zero[1] = __builtin_convertvector(both >> 4 & 15, vf);
 }
