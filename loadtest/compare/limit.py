@@ -25,7 +25,7 @@ INT8_SPEEDUP = 2  # products of vpdpbusd, against those of vdpbf16ps
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """Measured rates. gflops: rows of a bfloat16 GEMM -> its rate, with weights in cache."""
+    """Measured rates. gflops: rows of a GEMM -> its rate, with weights in cache."""
 
     read_gb_s: float
     gflops: dict[int, float]

@@ -1,7 +1,8 @@
 """Measures this machine's memory and GEMM rates: `python -m streamer.loadtest.compare.machine N`.
 
-Runs as a separate process and prints one line of JSON: the rate of memory reads, and of bfloat16
-GEMMs with the rows of a decode step and of a prompt. The best of several tries counts, since a
+Runs as a separate process and prints one line of JSON: the rate of memory reads, and of GEMMs in
+bfloat16 (or in float32, where that is faster: a CPU without bfloat16's products emulates them) with
+the rows of a decode step and of a prompt. The best of several tries counts, since a
 limit is what the machine can do; with `read` only memory's mean rate over a few seconds, for what
 runs as long: of tries of 0.1 s the best read 67 GB/s and the median 43 (2026-11-23, nothing else of
 ours running; a virtual machine).
@@ -19,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -92,28 +94,30 @@ def gemm_gflops(rows: int, threads: int) -> float:
     """1e9 operations a second of [rows, in] x [in, out], weights packed where torch can."""
     import torch
 
-    def plain() -> Callable[[], object]:
-        x, weight = _operands(rows)
+    def plain(dtype: torch.dtype) -> Callable[[], object]:
+        x, weight = _operands(rows, dtype)
         return lambda: torch.nn.functional.linear(x, weight)
 
-    def packed() -> Callable[[], object]:
-        x, weight = _operands(rows)
+    def packed(dtype: torch.dtype) -> Callable[[], object]:
+        x, weight = _operands(rows, dtype)
         laid = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
         linear = torch.ops.mkldnn._linear_pointwise
         return lambda: linear(x, laid, None, "none", [], "")
 
     operations = 2 * rows * GEMM_OUT * GEMM_IN
-    rates = [total_rate(plain, threads, operations)]
-    with contextlib.suppress(AttributeError, RuntimeError):  # not in every build of torch
-        rates.append(total_rate(packed, threads, operations))
+    rates = []
+    for dtype in (torch.bfloat16, torch.float32):
+        rates.append(total_rate(partial(plain, dtype), threads, operations))
+        with contextlib.suppress(AttributeError, RuntimeError):  # not in every build of torch
+            rates.append(total_rate(partial(packed, dtype), threads, operations))
     return max(rates) / 1e9
 
 
-def _operands(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _operands(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
-    x = torch.randn(rows, GEMM_IN).to(torch.bfloat16)
-    return x, torch.randn(GEMM_OUT, GEMM_IN).to(torch.bfloat16)
+    x = torch.randn(rows, GEMM_IN).to(dtype)
+    return x, torch.randn(GEMM_OUT, GEMM_IN).to(dtype)
 
 
 def main() -> None:

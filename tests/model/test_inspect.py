@@ -15,7 +15,7 @@ import torch
 
 from streamer.config import Config
 from streamer.kernels import ops
-from streamer.model import memory
+from streamer.model import loader, memory
 from streamer.model.checkpoint import open_checkpoint
 from streamer.model.inspect import (
     eos_token_ids,
@@ -56,6 +56,20 @@ def test_facts_of_a_fallback(checkpoint: Any, reference: Any) -> None:
     assert (facts.served_by, facts.refused) == ("transformers", "")
     assert facts.num_parameters == reference(folder).num_parameters()
     assert facts.kv_bytes_per_token == 3 * 2 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("family", "is_native", "dtype"),
+    [("llama", True, "bfloat16"), ("llama", False, "float32"), ("gpt2", True, "float32")],
+)
+def test_bfloat16_where_torch_emulates_it(
+    checkpoint: Any, monkeypatch: pytest.MonkeyPatch, family: str, is_native: bool, dtype: str
+) -> None:
+    """The native kernels compute it on every CPU; torch's operators take float32 instead."""
+    monkeypatch.setattr(loader, "has_bf16", lambda: False)
+    monkeypatch.setattr(ops, "why_not_native", lambda: "" if is_native else "no compiler")
+    folder = checkpoint(family, 1, dtype=torch.bfloat16)
+    assert recognize(open_checkpoint(folder), "auto").dtype == dtype
 
 
 def test_a_block_of_32_layers_16_tokens_8_heads_of_128_in_two_bytes_is_2097152_bytes(
