@@ -45,7 +45,7 @@ typedef uint16_t bf16;
 /* The same vectors without alignment to their size. */
 typedef vf vf_any __attribute__((aligned(4), may_alias));
 typedef vu vu_any __attribute__((aligned(4), may_alias));
-typedef vi vi_any __attribute__((aligned(4), may_alias));
+typedef vi vi_any __attribute__((aligned(1), may_alias));
 typedef int32_t int_any __attribute__((aligned(1), may_alias));
 typedef vh vh_any __attribute__((aligned(2), may_alias));
 typedef vb vb_any __attribute__((aligned(1), may_alias));

@@ -48,7 +48,8 @@ class Dense:
         self.shape = (n, k)
         self._bias = bias
         width, dtype = 2 * team.lanes, parts[0].dtype
-        size = width * -(-k // 2) * 2 * dtype.itemsize
+        pairs = 2 if dtype is torch.bfloat16 else 1  # numbers that lie together
+        size = width * -(-k // pairs) * pairs * dtype.itemsize
         panels = new_panels(n, size, has_gates=flags > ADD)
         self._packed = panels.view(dtype)
         self.num_bytes = panels.numel()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 ROWS = (8, 16, 32, 1024)
 READ_BYTES = 1 << 30  # far beyond any cache
 PIECE_BYTES = 1 << 25  # of one call: short, so that the threads stop nearly together
-GEMM_OUT, GEMM_IN = 3072, 1024  # a weight of 6 MiB stays in cache, so arithmetic is measured
+GEMM_OUT, GEMM_IN = 3072, 1024  # 6 or 12 MiB a thread: most are in the last cache
 TRIES, TRY_S = 8, 0.1
 
 

@@ -142,7 +142,7 @@ def recognize(checkpoint: Checkpoint, dtype_setting: str, device: torch.device =
     is_quantized = bool(method or checkpoint.quantization)
     stored = checkpoint.stored_dtype
     is_ours = architecture_of(checkpoint.config) in FAMILIES
-    is_native = is_ours and not ops.why_not_native()
+    is_native = is_ours and device.type == "cpu" and not ops.why_not_native()
     dtype = choose_dtype(
         dtype_setting, stored, device, is_quantized=is_quantized, is_native=is_native
     )

@@ -67,6 +67,15 @@ def test_rows_do_not_depend_on_their_number(
     assert torch.equal(many, whole.repeat(25, 1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("k", [1, 3, 24, 37])
+def test_matrices_side_by_side_are_one(kernels: ops.Backend, dtype: torch.dtype, k: int) -> None:
+    """Each is packed from where it is, behind the panels of those before it."""
+    parts = [random(rows, k, dtype=dtype, seed=rows) for rows in (32, 64, 5)]
+    x = random(3, k, dtype=dtype)
+    assert torch.equal(kernels.pack_weight(parts)(x), kernels.pack_weight([torch.cat(parts)])(x))
+
+
 def test_without_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where oneDNN is missing, F.linear serves."""
     monkeypatch.setattr(reference_linear, "can_pack", lambda dtype: False)
