@@ -220,14 +220,15 @@ INLINE void multiply_codes(float *sum, const char *x, int64_t stride, const char
         vf zero[2] = {{0}};
         if (zeros) load_zeros(zero, zeros);
         int64_t k = at + RECORD_BYTES;
+        /* Before the sums begin, which would take its registers: 14% slower (64 rows of Q4_0). */
         if (in_parts) data = dot_parts(s, data, from, k, min_int(PART, block), rows);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
             const Record *a = (const Record *)(from[r] + at);
             for (int j = 0; j < 2; j++) {
-                vi first = zeros ? start_less(zero[j], a->as_float)
+                vi begin = zeros ? start_less(zero[j], a->as_float)
                                  : start(a->start, a->sum, is_small);
-                s[r][j] = in_parts ? first + s[r][j] : first;
+                s[r][j] = in_parts ? begin + s[r][j] : begin;
             }
         }
         if (!in_parts)

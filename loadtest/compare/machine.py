@@ -2,10 +2,10 @@
 
 Runs as a separate process and prints one line of JSON: the rate of memory reads, and of GEMMs in
 bfloat16 (or in float32, where that is faster: a CPU without bfloat16's products emulates them) with
-the rows of a decode step and of a prompt. The best of several tries counts, since a
-limit is what the machine can do; with `read` only memory's mean rate over a few seconds, for what
-runs as long: of tries of 0.1 s the best read 67 GB/s and the median 43 (2026-11-23, nothing else of
-ours running; a virtual machine).
+the rows of a decode step and of a prompt. The best of several tries counts, since a limit is what
+the machine can do; with `read` only memory's mean rate over a few seconds, for what runs as long:
+of tries of 0.1 s the best read 67 GB/s and the median 43 (2026-11-23, nothing else of ours running;
+a virtual machine).
 """
 
 from __future__ import annotations
