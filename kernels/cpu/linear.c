@@ -42,72 +42,67 @@ typedef void Kernel(float *sum, int is_first, const char *x, int64_t stride, con
                     int64_t K, const char *next, int lines);
 
 /* sum [rows][TILE] (+)= x [rows][K] @ panel; `lines` cache lines of what comes next are fetched
- * every 16 bytes of an output, past the L2 and L3 caches (docs/kernels.md). Of several panels, one after
- * the other, the sums are `further` floats apart. Inlined with constants for rows, dtype and panels. */
+ * every 16 bytes of an output, past the L2 and L3 caches (docs/kernels.md). Inlined with constants for
+ * rows and dtype. */
 INLINE void multiply(float *sum, int is_first, const char *x, int64_t stride, const char *panel,
-                     int64_t K, const char *next, int lines, int rows, int dtype, int panels,
-                     int64_t further) {
-    const int vectors = 2 * panels;
-    const int64_t distance = panels > 1 ? panel_bytes(K, dtype) : 0;
-    vf s[ROWS_MAX][4];
+                     int64_t K, const char *next, int lines, int rows, int dtype) {
+    vf s[ROWS_MAX][2];
     const char *from[ROWS_MAX];
     for (int r = 0; r < rows; r++) {
         from[r] = x + r * stride * size_of(dtype);
-        for (int j = 0; j < vectors; j++)
-            s[r][j] = is_first ? (vf){0} : load_f32(sum + j / 2 * further + r * TILE + j % 2 * VW);
+        for (int j = 0; j < 2; j++)
+            s[r][j] = is_first ? (vf){0} : load_f32(sum + r * TILE + j * VW);
     }
     int64_t k = 0;
-#define WEIGHTS(J, TYPE) ((const TYPE *)(panel + (J) / 2 * distance))[(J) % 2]
+    const Pair_any *w = (const Pair_any *)panel;
     if (dtype == BF16) {
         for (; k + 8 <= K; k += 8) {
             for (int i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 0);
 #pragma GCC unroll 4
-            for (int u = 0; u < 16; u += 4, panel += 2 * sizeof(Pair)) {
-#pragma GCC unroll 16
-                for (int i = 0; i < rows * vectors; i++) { /* in the order that needs fewest registers */
-                    const int r = panels > 1 ? i % rows : i / vectors;
-                    const int j = panels > 1 ? i / rows : i % vectors;
+            for (int u = 0; u < 16; u += 4, w += 2) {
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; r++) {
                     Pair both = (Pair)splat_i(*(const int_any *)(from[r] + 2 * k + u));
-                    s[r][j] = add_pair(s[r][j], WEIGHTS(j, Pair_any), both);
+                    for (int j = 0; j < 2; j++) s[r][j] = add_pair(s[r][j], w[j], both);
                 }
             }
         }
-        for (; k < K; k += 2, panel += 2 * sizeof(Pair))
+        for (; k < K; k += 2, w += 2)
             for (int r = 0; r < rows; r++) {
                 int32_t both = 0;
                 memcpy(&both, from[r] + 2 * k, k + 2 <= K ? 4 : 2);
-                for (int j = 0; j < vectors; j++)
-                    s[r][j] = add_pair(s[r][j], WEIGHTS(j, Pair_any), (Pair)splat_i(both));
+                for (int j = 0; j < 2; j++)
+                    s[r][j] = add_pair(s[r][j], w[j], (Pair)splat_i(both));
             }
     }
     for (; k + 4 <= K; k += 4) {
         for (int i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 0);
 #pragma GCC unroll 4
-        for (int u = 0; u < 4; u++, panel += 2 * sizeof(vf)) {
-            vf w[4];
-            for (int j = 0; j < vectors; j++) w[j] = WEIGHTS(j, vf_any);
+        for (int u = 0; u < 4; u++) {
+            const float *at = (const float *)panel + (k + u) * TILE;
+            vf w0 = load_f32(at), w1 = load_f32(at + VW);
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
                 vf each = splat(((const float *)from[r])[k + u]);
-                for (int j = 0; j < vectors; j++) s[r][j] += w[j] * each;
+                s[r][0] += w0 * each;
+                s[r][1] += w1 * each;
             }
         }
     }
-    for (; k < K; k++, panel += 2 * sizeof(vf))
+    for (; k < K; k++)
         for (int r = 0; r < rows; r++) {
             vf each = splat(((const float *)from[r])[k]);
-            for (int j = 0; j < vectors; j++) s[r][j] += WEIGHTS(j, vf_any) * each;
+            for (int j = 0; j < 2; j++)
+                s[r][j] += load_f32((const float *)panel + k * TILE + j * VW) * each;
         }
-#undef WEIGHTS
     for (int r = 0; r < rows; r++)
-        for (int j = 0; j < vectors; j++)
-            store_f32(sum + j / 2 * further + r * TILE + j % 2 * VW, s[r][j]);
+        for (int j = 0; j < 2; j++) store_f32(sum + r * TILE + j * VW, s[r][j]);
 }
 
 #define ONE_KERNEL(NAME, ROWS, DTYPE)                                                     \
     KERNEL void NAME(float *sum, int is_first, const char *x, int64_t stride,             \
                      const char *panel, int64_t K, const char *next, int lines) {         \
-        multiply(sum, is_first, x, stride, panel, K, next, lines, ROWS, DTYPE, 1, 0);     \
+        multiply(sum, is_first, x, stride, panel, K, next, lines, ROWS, DTYPE);           \
     }
 #define KERNELS(ROWS)                           \
     ONE_KERNEL(multiply_f32_##ROWS, ROWS, F32)  \
