@@ -35,7 +35,10 @@ async def test_the_report_has_a_row_a_case() -> None:
 
 
 async def test_ranks_report_their_time_in_sums() -> None:
+    case, seconds = Case(model=str(CHECKPOINT), ranks=2), 0.3
     async with asyncio.timeout(DEADLINE_S):
-        shared = await measure(Case(model=str(CHECKPOINT), ranks=2), False, 2, 0.3)
-    assert (shared.runner, shared.num_steps > 3) == ("checkpoint, 2 ranks", True)
+        # Two spinning ranks beside other tests may take a second for a step.
+        while (shared := await measure(case, False, 2, seconds)).num_steps < 4:
+            seconds *= 4
+    assert shared.runner == "checkpoint, 2 ranks"
     assert 0.05 < shared.sums_share < 1.0
