@@ -62,9 +62,10 @@ INLINE void store_codes(int8_t *codes, float *scale, const void *x, int64_t D, i
     }
 }
 
+/* The values of codes, which were widened with their signs. */
 INLINE vf value_of(vi wide, int kind) {
     if (kind == INT8) return __builtin_convertvector(wide, vf);
-    vi bits = ((wide & 0x80) << 24) | ((wide & 0x7f) << 20);
+    vi bits = (vi)((vu)wide << 20) & (int32_t)0x87f00000;
     return (vf)bits * 0x1p120f; /* the exponent's bias: 127 instead of 7; subnormals, too */
 }
 
@@ -140,8 +141,8 @@ INLINE void widen(void *out, const char *codes, int64_t D, int kind, int dtype) 
 #endif
     for (; i < D; i += VW) {
         vb some = {0};
-        memcpy(&some, codes + i, (size_t)min_int(VW, D - i));
-        vf x = value_of(load_bytes(&some), kind);
+        if (i + VW > D) memcpy(&some, codes + i, (size_t)(D - i));
+        vf x = value_of(load_bytes(i + VW > D ? (const char *)&some : codes + i), kind);
         if (dtype == F32) store_f32((float *)out + i, x);
         else store_halves((bf16 *)out + i, (vu)x >> 16);
     }
