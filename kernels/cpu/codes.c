@@ -115,8 +115,8 @@ INLINE void widen_apart(__m512i codes, __m512i out[2], int kind) {
 #define HAS_LOOKUP 0
 #endif
 
-/* The values of D codes -> out, in dtype; what follows them up to the next multiple of TILE is
- * written too. */
+/* The values of D codes -> out, in dtype; what follows them up to the next multiple of VW, or of 64,
+ * is written too: zeros' values. */
 INLINE void widen(void *out, const char *codes, int64_t D, int kind, int dtype) {
     int64_t i = 0;
 #if HAS_LOOKUP
