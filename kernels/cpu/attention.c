@@ -152,7 +152,7 @@ INLINE void soften(const Op *op, const Tile *tile, int64_t row, int64_t start, i
 /* The scales of the codes of TILE keys and values; fetches those of `next`. One that is not finite
  * becomes NaN, whatever its codes are. */
 INLINE void take_code_scales(const Op *op, const Tile *tile, const Keys *keys, const Keys *next,
-                        int dtype) {
+                             int dtype) {
     const int64_t further = values_further(op, dtype);
     for (int i = 0; i < TILE; i++) {
         float scales[2];

@@ -132,13 +132,6 @@ INLINE void widen(void *out, const char *codes, int64_t D, int kind, int dtype) 
         return;
     }
 #endif
-#if VW == 8
-    for (; dtype == BF16 && i + 16 <= D; i += 16) {
-        vf one = value_of(load_bytes(codes + i), kind), two = value_of(load_bytes(codes + i + 8), kind);
-        __m256i both = _mm256_packus_epi32((__m256i)((vu)one >> 16), (__m256i)((vu)two >> 16));
-        store_i32((bf16 *)out + i, (vi)_mm256_permute4x64_epi64(both, 0xd8));
-    }
-#endif
     for (; i < D; i += VW) {
         vb some = {0};
         if (i + VW > D) memcpy(&some, codes + i, (size_t)(D - i));

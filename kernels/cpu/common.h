@@ -275,8 +275,8 @@ INLINE void transpose(vi rows[VW]) {
 INLINE void transpose(vi rows[VW]) { (void)rows; }
 #endif
 
-/* Lane i: the sum of the lanes of x[i]. Vectors are added in pairs that share theirs: half as many
- * instructions as to turn them first. */
+/* Lane i: the sum of the lanes of x[i]. Vectors are added in pairs that share theirs: 21 instructions with
+ * vectors of 32 bytes, 31 to turn them first, which was as fast. */
 INLINE vf sums_of_lanes(const vf x[VW]) {
 #if VW == 16
     __m512 four[4];

@@ -127,7 +127,7 @@ def lines_run(work: Callable[[], None]) -> int:
 
     def trace(frame: FrameType, event: str, _arg: object) -> Callable[..., object] | None:
         nonlocal num_lines
-        if not frame.f_globals["__name__"].startswith("streamer."):
+        if not frame.f_globals["__name__"].startswith("streamer.core.speculation."):
             return None  # a finalizer's, say, when the collector comes
         num_lines += event == "line"
         return trace

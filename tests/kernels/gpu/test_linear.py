@@ -128,7 +128,7 @@ def test_mixed_forms_write_side_by_side(device: str) -> None:
     close(gates(x.to(device)), F.silu(gate) * up)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, 2, 3])
 @pytest.mark.parametrize(
     "form", ["4 bits, zero 8, groups of 32", "8 bits, offsets, a row", "e4m3, a row"]
 )

@@ -167,7 +167,7 @@ NEEDS_PROC = pytest.mark.skipif(
 @NEEDS_PROC
 @pytest.mark.parametrize(
     ("server", "transport"),
-    [("0", CHAT_SSE), ("1", JSON + " acks")],
+    [("1", "sse"), ("0", CHAT_SSE), ("1", JSON + " acks"), ("0", MSGPACK)],
     indirect=["server"],
 )
 def test_a_client_that_never_reads(server: Server, transport: str) -> None:
