@@ -261,9 +261,10 @@ async def test_a_replica_forgets_what_was_moved_and_deleted_while_it_was_gone(
         back = await found.add("r0")
         assert back.engine._streams.num_retained + len(back.engine.live()) >= 2
         await until(lambda: len(cluster.counts) == 2)
-        await until(lambda: not back.engine.live())
+        ids = [stream.request_id for stream in (*ended, *streams)]
+        await until(lambda: not any(back.engine.get(each) for each in ids))
+        assert not back.engine.live()
         for stream in (*ended, *streams):
-            assert back.engine.get(stream.request_id) is None
             assert await cluster.find(stream.request_id) is None
 
 
