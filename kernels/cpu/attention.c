@@ -2,9 +2,14 @@
  *
  * A chunk of work is a tile of one row's query tokens and one KV head with all its query heads.
  * TILE tokens of context at a time, from position 0 (or the window's start) on in steps of TILE:
- * their keys are packed into a panel as linear.c's weights are, multiplied by the queries, and enter
- * a running softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022). A query's
- * output depends on its own context alone: not on its tile, its chunk or the other rows.
+ * their keys are multiplied by the queries, and enter a running softmax (Milakov and Gimelshein 2018;
+ * FlashAttention, Dao et al. 2022). A query's output depends on its own context alone: not on its
+ * tile, its chunk or the other rows. How products are made is in files of their own:
+ *
+ *   attention_floats.c   in float32
+ *   attention_pairs.c    bfloat16 by its dot product, few queries
+ *   attention_prompts.c  likewise, many
+ *   attention_codes.c    INT8 keys and values as integers
  *
  *   p  q [T, Hq, D], pool layer [N, 2, Hk, rows, D], out [T, Hq, D], sinks (float [Hq]) or 0,
  *      tiles (int64 [tiles, 2]: row, first query of the row), query_starts [R + 1],
@@ -17,19 +22,19 @@
 
 /* A decode is bound by reading keys and values, which lie in pieces of 4 KiB that the hardware's
  * prefetcher does not follow: TILES_AHEAD tiles ahead lines are fetched in order, spread over all
- * the work, keys while packing and values while adding, into the L2 cache (docs/kernels.md). Older,
- * at 128 rows: 7.2 ms without fetching ahead and 4.6 with it, all at once instead of spread 6.9,
- * every other line 6.6; masks and maxima lane by lane took 1.1 times and values in float 1.2 times
- * as long as what replaced them. */
+ * the work, keys while they are packed or multiplied and values while adding, into the L2 cache
+ * (docs/kernels.md). Older, at 128 rows: 7.2 ms without fetching ahead and 4.6 with it, all at once
+ * instead of spread 6.9, every other line 6.6; masks and maxima lane by lane took 1.1 times and values
+ * in float 1.2 times as long as what replaced them. */
 #define TILE_QUERIES 64  /* query heads times query tokens a tile has at most (or one token's) */
 #define FLOOR -1e30f     /* below every score, and finite */
 
 typedef struct {
     int64_t queries, share, first; /* of the tile: tokens, heads a token, position of token 0 */
-    char *q;                       /* [queries * share, D] dtype */
+    char *q;                       /* [queries * share, D] dtype; [.., wide] float */
     char *panel;                   /* TILE keys */
-    char *keys;                    /* [TILE, wide] dtype, where the pool holds codes */
-    char *values;                  /* likewise, or where D is not a multiple of TILE */
+    char *keys;                    /* [TILE, wide], where the pool holds codes or D is no multiple of TILE */
+    char *values;                  /* likewise */
     float *scales;                 /* [2, TILE] of the codes of keys and values, or 0 */
     float *scores;                 /* [queries * share, TILE] */
     void *weights;                 /* of the softmax, likewise; bfloat16 for the dot product */
@@ -91,134 +96,6 @@ INLINE void fetch_tile(const Op *op, const Keys *keys, int dtype) {
                 fetch(keys->key[i] + side * values_further(op, dtype) + b);
 }
 
-/* TILE keys -> a panel [D][TILE], bfloat16 in pairs, as linear.c has them; fetches those of `next`. */
-INLINE void pack_keys(char *panel, const char *const *keys, const char *const *next, int64_t D,
-                      int dtype) {
-    const int64_t size = size_of(dtype), words = D * size / 4; /* of 4 bytes */
-    if (HAS_TRANSPOSE && D * size % 64 == 0) {
-        for (int half = 0; half < 2; half++)
-            for (int64_t d = 0; d < words; d += VW) {
-                vi row[VW];
-                for (int i = 0; i < VW; i++) {
-                    row[i] = load_i32(keys[half * VW + i] + d * 4);
-                    /* a running pointer is faster in the cache and slower from memory */
-                    const int64_t load = half * words + d + i, line = load * VW / 16;
-                    if (load % (16 / VW) == 0)
-                        fetch(next[line / (words / 16)] + line % (words / 16) * 64);
-                }
-                transpose(row);
-                for (int i = 0; i < VW; i++)
-                    store_i32(panel + ((d + i) * 2 + half) * VW * 4, row[i]);
-            }
-        return;
-    }
-    for (int i = 0; i < TILE; i++)
-        for (int64_t b = 0; b < D * size; b += 64) fetch(next[i] + b);
-    if (dtype == F32) {
-        for (int64_t d = 0; d < D; d++)
-            for (int i = 0; i < TILE; i++)
-                memcpy(panel + (d * TILE + i) * size, keys[i] + d * size, 4);
-        return;
-    }
-    for (int64_t d = 0; d < D; d++)
-        for (int i = 0; i < TILE; i++)
-            memcpy(panel + ((d / 2 * TILE + i) * 2 + d % 2) * 2, keys[i] + d * 2, 2);
-    for (int i = 0; D % 2 && i < TILE; i++)
-        memset(panel + ((D / 2 * TILE + i) * 2 + 1) * 2, 0, 2);
-}
-
-/* sum[row][:] += weights[row][:] @ values, `tiles` of TILE columns at a time; fetches `next`.
- *
- * With the dot product two tokens are taken at once, with weights in bfloat16, and the columns of a
- * tile are in the order in which the unpacking leaves them (see `settle`). */
-INLINE void add_values(const Tile *tile, int rows, int tiles, int64_t row,
-                       const char *const *values, const char *const *next, int dtype) {
-    float *to = tile->sum + row * tile->wide;
-    for (int64_t c = 0; c < tile->wide; c += tiles * TILE) {
-        vf sum[8][4];
-        for (int r = 0; r < rows; r++)
-            for (int j = 0; j < 2 * tiles; j++)
-                sum[r][j] = load_f32(to + r * tile->wide + c + j * VW);
-        for (int k = 0; k < TILE; k += 2) {
-            if (next)
-                for (int b = 0; b < tiles * TILE * (int)size_of(dtype); b += 64) {
-                    fetch(next[k] + c * size_of(dtype) + b);
-                    fetch(next[k + 1] + c * size_of(dtype) + b);
-                }
-#pragma GCC unroll 2
-            for (int j = 0; j < tiles; j++) {
-                int64_t column = (c + j * TILE) * size_of(dtype);
-#if HAS_DOT
-                if (dtype == BF16) {
-                    __m512i one = _mm512_loadu_si512(values[k] + column);
-                    __m512i two = _mm512_loadu_si512(values[k + 1] + column);
-                    __m512bh low = (__m512bh)_mm512_unpacklo_epi16(one, two);
-                    __m512bh high = (__m512bh)_mm512_unpackhi_epi16(one, two);
-#pragma GCC unroll 8
-                    for (int r = 0; r < rows; r++) {
-                        const bf16 *weight = (const bf16 *)tile->weights + (row + r) * TILE + k;
-                        __m512bh pair = (__m512bh)_mm512_set1_epi32(*(const int_any *)weight);
-                        vf *s = &sum[r][2 * j];
-                        s[0] = (vf)_mm512_dpbf16_ps((__m512)s[0], low, pair);
-                        s[1] = (vf)_mm512_dpbf16_ps((__m512)s[1], high, pair);
-                    }
-                    continue;
-                }
-#endif
-                for (int u = 0; u < 2; u++) {
-                    vf a = load(values[k + u] + column, 0, dtype);
-                    vf b = load(values[k + u] + column, VW, dtype);
-#pragma GCC unroll 8
-                    for (int r = 0; r < rows; r++) {
-                        vf weight = splat(((float *)tile->weights)[(row + r) * TILE + k + u]);
-                        sum[r][2 * j] += a * weight;
-                        sum[r][2 * j + 1] += b * weight;
-                    }
-                }
-            }
-        }
-        for (int r = 0; r < rows; r++)
-            for (int j = 0; j < 2 * tiles; j++)
-                store_f32(to + r * tile->wide + c + j * VW, sum[r][j]);
-    }
-}
-
-/* Put the columns of a query's sums, which add_values left interleaved, in order. */
-INLINE void settle(float *sum, int64_t wide, int dtype) {
-#if HAS_DOT
-    if (dtype != BF16) return;
-    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-    for (int64_t c = 0; c < wide; c += TILE) {
-        __m512 low = _mm512_load_ps(sum + c), high = _mm512_load_ps(sum + c + VW);
-        _mm512_store_ps(sum + c, _mm512_permutex2var_ps(low, first, high));
-        _mm512_store_ps(sum + c + VW, _mm512_permutex2var_ps(low, second, high));
-    }
-#else
-    (void)sum, (void)wide, (void)dtype;
-#endif
-}
-
-#define ADD(ROWS, TILES)                                                                        \
-    for (; r + ROWS <= rows; r += ROWS)                                                         \
-        add_values(tile, ROWS, TILES, r, values, r ? 0 : next, dtype);
-
-INLINE void add_all_values(const Tile *tile, const char *const *values, const char *const *next,
-                           int dtype) {
-    int64_t r = 0, rows = tile->queries * tile->share;
-    if (VW == 16) { /* smaller vectors run out of registers */
-        ADD(8, 1)
-    }
-    ADD(4, 1)
-    if (VW == 16 && tile->wide % (2 * TILE) == 0) {
-        ADD(2, 2)
-        ADD(1, 2)
-    }
-    ADD(2, 1)
-    ADD(1, 1)
-}
-#undef ADD
-
 /* The soft cap of scores of TILE keys from `start` on; what the query does not see of them gets
  * -infinity. Whether there is any such. */
 INLINE int limit_scores(const Op *op, const Tile *tile, int64_t row, int64_t start, vf x[2]) {
@@ -272,49 +149,11 @@ INLINE void soften(const Op *op, const Tile *tile, int64_t row, int64_t start, i
     }
 }
 
-/* Whether the keys' codes are multiplied in pairs of elements 0 and 2, 1 and 3 of every four. */
-INLINE int is_apart(int kind, int64_t D, int dtype) {
-    return HAS_DOT && HAS_LOOKUP && kind && dtype == BF16 && D % 64 == 0;
-}
-
-/* Codes of TILE keys -> a panel; fetches `next`. */
-INLINE void pack_codes(const Tile *tile, const Keys *keys, const Keys *next, int64_t D, int kind,
-                       int dtype) {
-#if HAS_DOT && HAS_LOOKUP
-    if (is_apart(kind, D, dtype)) {
-        for (int half = 0; half < 2; half++)
-            for (int64_t d = 0; d < D; d += 64) {
-                vi row[16];
-                __m512i pairs[2];
-                for (int i = 0; i < 16; i++) {
-                    row[i] = load_i32(keys->key[half * 16 + i] + d);
-                    fetch(next->key[half * 16 + i] + d);
-                }
-                transpose(row);
-                for (int i = 0; i < 16; i++) {
-                    char *to = tile->panel + ((d / 2 + 2 * i) * 2 + half) * 64;
-                    widen_apart((__m512i)row[i], pairs, kind);
-                    _mm512_storeu_si512(to, pairs[0]);
-                    _mm512_storeu_si512(to + 128, pairs[1]);
-                }
-            }
-        return;
-    }
-#endif
-    const char *widened[TILE];
-    for (int i = 0; i < TILE; i++) {
-        for (int64_t b = 0; b < D; b += 64) fetch(next->key[i] + b);
-        widen(tile->keys + i * tile->wide * size_of(dtype), keys->key[i], D, kind, dtype);
-        widened[i] = tile->keys + i * tile->wide * size_of(dtype);
-    }
-    pack_keys(tile->panel, widened, widened, D, dtype);
-}
-
-/* Codes of TILE keys and values -> the panel and the values, in dtype, and their scales; fetches
- * `next`. A scale that is not finite becomes NaN, whatever its codes are. */
-INLINE void take_codes(const Op *op, const Tile *tile, const Keys *keys, const Keys *next,
-                       const char **values, int kind, int dtype) {
-    int64_t D = op->n[2], further = values_further(op, dtype);
+/* The scales of the codes of TILE keys and values; fetches those of `next`. One that is not finite
+ * becomes NaN, whatever its codes are. */
+INLINE void take_code_scales(const Op *op, const Tile *tile, const Keys *keys, const Keys *next,
+                             int dtype) {
+    const int64_t further = values_further(op, dtype);
     for (int i = 0; i < TILE; i++) {
         float scales[2];
         for (int side = 0; side < 2; side++) {
@@ -323,60 +162,52 @@ INLINE void take_codes(const Op *op, const Tile *tile, const Keys *keys, const K
             if (i % 16 == 0) fetch(next->scale[i] + side * further);
         }
     }
-    pack_codes(tile, keys, next, D, kind, dtype);
-    for (int i = 0; i < TILE; i++) {
-        char *to = tile->values + i * tile->wide * size_of(dtype);
+}
+
+/* Codes of TILE tokens, `further` bytes beyond their keys -> to [TILE][wide] in dtype, and where each
+ * is; fetches `next`. */
+INLINE void widen_tile(char *to, const char **where, const Keys *keys, const Keys *next,
+                       int64_t further, int64_t wide, int64_t D, int kind, int dtype) {
+    for (int i = 0; i < TILE; i++, to += wide * size_of(dtype)) {
         for (int64_t b = 0; b < D; b += 64) fetch(next->key[i] + further + b);
         widen(to, keys->key[i] + further, D, kind, dtype);
-        values[i] = to;
+        where[i] = to;
     }
 }
 
+/* Where TILE tokens are, `further` bytes beyond their keys, `size` bytes an element; in `to`, with zeros
+ * up to `wide`, if D is no multiple of TILE. */
+INLINE void find_tile(char *to, const char **where, const Keys *keys, int64_t further, int64_t wide,
+                      int64_t D, int64_t size) {
+    for (int i = 0; i < TILE; i++, to += wide * size) {
+        where[i] = keys->key[i] + further;
+        if (wide == D) continue;
+        memcpy(to, where[i], D * size);
+        where[i] = to;
+    }
+}
+
+#include "attention_pairs.c"
+#include "attention_floats.c"
 #include "attention_codes.c"
 #include "attention_prompts.c"
 
 INLINE void attend_keys(const Op *op, const Tile *tile, const Keys *keys, const Keys *next,
                         int64_t start, int dtype) {
-    const char *values[TILE], *next_values[TILE];
-    int64_t D = op->n[2], rows = tile->queries * tile->share, r = 0;
-    int64_t further = values_further(op, dtype);
-    if (is_whole(op->flags, D, dtype)) {
-        attend_whole(op, tile, keys, next, start);
-        return;
-    }
-    if (is_across(op->flags, rows, D, dtype)) {
-        attend_across(op, tile, keys, next, start);
-        return;
-    }
-    if (op->flags == INT8) take_codes(op, tile, keys, next, values, INT8, dtype);
-    else if (op->flags == FP8) take_codes(op, tile, keys, next, values, FP8, dtype);
-    else {
-        pack_keys(tile->panel, keys->key, next->key, D, dtype);
-        for (int i = 0; i < TILE; i++) {
-            values[i] = keys->key[i] + further;
-            next_values[i] = next->key[i] + further;
-            if (tile->wide == D) continue;
-            char *to = tile->values + i * tile->wide * size_of(dtype);
-            memcpy(to, values[i], D * size_of(dtype));
-            values[i] = to;
-        }
-    }
-    for (; r < rows; r += ROWS_MAX) {
-        const char *q = tile->q + r * D * size_of(dtype);
-        multiply_rows[dtype][min_int(ROWS_MAX, rows - r)](tile->scores + r * TILE, 1, q, D,
-                                                        tile->panel, D, 0, 0);
-    }
-    for (r = 0; r < rows; r++) soften(op, tile, r, start, dtype);
-    add_all_values(tile, values, op->flags ? 0 : next_values, dtype);
+    const int64_t D = op->n[2], rows = tile->queries * tile->share;
+    if (is_whole(op->flags, D, dtype)) attend_whole(op, tile, keys, next, start);
+    else if (is_across(op->flags, rows, D, dtype)) attend_across(op, tile, keys, next, start);
+    else if (is_in_pairs(dtype)) attend_pairs(op, tile, keys, next, start);
+    else attend_floats(op, tile, keys, next, start, dtype);
 }
 
 #define HEADS_MAX 16              /* taken together */
 #define TOGETHER_BYTES (64 << 10) /* of their queries and sums, beside which the keys stay in cache */
 
 /* Bytes of what a tile keeps of each of its heads. */
-INLINE int64_t head_bytes(int64_t rows, int64_t wide, int64_t D) {
+INLINE int64_t head_bytes(int64_t rows, int64_t wide) {
     const int64_t room = room_for(rows);
-    return room * wide * 4 + divide_up(room * D * 4, 64) * 64 + divide_up(room * 8, 64) * 64;
+    return 2 * room * wide * 4 + divide_up(room * 8, 64) * 64;
 }
 
 /* The `index`th of the heads that are taken together: each has its queries and sums. */
@@ -392,39 +223,31 @@ static Tile make_tile(const Op *op, int64_t queries, int64_t first, int64_t inde
     tile.scales = op->flags ? (float *)next : 0, next += 2 * TILE * 4;
     tile.scores = (float *)next, next += room * TILE * 4;
     tile.weights = next, next += room * TILE * 4;
-    next += index * head_bytes(rows, tile.wide, D);
+    next += index * head_bytes(rows, tile.wide);
     tile.sum = (float *)next, next += room * tile.wide * 4;
-    tile.q = next, next += divide_up(room * D * 4, 64) * 64;
+    tile.q = next, next += room * tile.wide * 4;
     tile.top = (float *)next, next += room * 4;
     tile.total = (float *)next;
     memset(tile.sum, 0, room * tile.wide * 4);
-    if (tile.wide != D && !index) memset(tile.values, 0, tile.wide * TILE * 4);
+    if (tile.wide != D && !index) memset(tile.keys, 0, 2 * tile.wide * TILE * 4); /* and values */
     return tile;
 }
 
 INLINE void take_query(const Op *op, const Tile *tile, int64_t row, const void *x, int dtype) {
-    int64_t D = op->n[2];
-    if (is_whole(op->flags, D, dtype)) {
+    const int64_t D = op->n[2];
+    if (is_whole(op->flags, D, dtype))
         take_whole_query(tile, row, x, D, op->f[1] != 0 ? op->f[0] : exponent_of(op));
-        return;
-    }
-    char *to = tile->q + row * D * size_of(dtype);
-    memcpy(to, x, D * size_of(dtype));
-    if (is_apart(op->flags, D, dtype))
-        for (bf16 *q = (bf16 *)to; q < (bf16 *)to + D; q += 4) {
-            bf16 second = q[1];
-            q[1] = q[2], q[2] = second;
-        }
+    else if (is_in_pairs(dtype)) take_pair_query(tile, row, x, D, op->flags);
+    else take_float_query(tile, row, x, D, op->flags, dtype);
 }
 
 /* A query's sums over their total -> element `to` of out. */
 INLINE void put_sum(const Op *op, const Tile *tile, int64_t row, int64_t to, int dtype) {
-    int64_t D = op->n[2], d = 0;
+    const int64_t D = op->n[2];
     float factor = 1.0f / tile->total[row], *sum = tile->sum + row * tile->wide;
     if (is_whole(op->flags, D, dtype)) settle_whole(sum, tile->wide);
-    else settle(sum, tile->wide, dtype);
-    for (; d + VW <= D; d += VW) store(op->p[2], to + d, load_f32(sum + d) * factor, dtype);
-    for (; d < D; d++) store_one(op->p[2], to + d, sum[d] * factor, dtype);
+    else if (is_in_pairs(dtype)) settle(sum, tile->wide);
+    put_floats(op->p[2], to, sum, factor, D, op->flags, dtype);
 }
 
 #define ACROSS_MAX 128 /* queries of a tile: TILE_QUERIES, or one token's */
@@ -491,7 +314,7 @@ INLINE void attend(const Op *op, int64_t row, int64_t start, int64_t head, int64
     int64_t count = starts[row + 1] - starts[row], context = ((const int64_t *)op->p[6])[row];
     int64_t queries = min_int(count - start, max_int(1, TILE_QUERIES / share));
     int64_t token = starts[row] + start, first = context - count + start;
-    int64_t each = head_bytes(queries * share, divide_up(D, TILE) * TILE, D);
+    int64_t each = head_bytes(queries * share, divide_up(D, TILE) * TILE);
     int64_t together = min_int(HEADS_MAX, max_int(1, TOGETHER_BYTES / each));
     int64_t begin = window ? max_int(0, first - window + 1) / TILE * TILE : 0;
     int64_t end = first + queries; /* what the last query sees */

@@ -227,7 +227,7 @@ static void put_across(const Tile *tile, bf16 *const *to, int64_t D) {
                 _Alignas(64) float sum[TILE];
                 store_f32(sum, (vf)low[i]);
                 store_f32(sum + VW, (vf)high[i]);
-                settle(sum, TILE, BF16);
+                settle(sum, TILE);
                 for (int j = 0; j < 2; j++) store_bf16(to[first + i] + d + j * VW, load_f32(sum + j * VW));
             }
         }

@@ -62,9 +62,10 @@ INLINE void store_codes(int8_t *codes, float *scale, const void *x, int64_t D, i
     }
 }
 
+/* The values of codes, which were widened with their signs. */
 INLINE vf value_of(vi wide, int kind) {
     if (kind == INT8) return __builtin_convertvector(wide, vf);
-    vi bits = ((wide & 0x80) << 24) | ((wide & 0x7f) << 20);
+    vi bits = (vi)((vu)wide << 20) & (int32_t)0x87f00000;
     return (vf)bits * 0x1p120f; /* the exponent's bias: 127 instead of 7; subnormals, too */
 }
 
@@ -114,8 +115,8 @@ INLINE void widen_apart(__m512i codes, __m512i out[2], int kind) {
 #define HAS_LOOKUP 0
 #endif
 
-/* The values of D codes -> out, in dtype; what follows them up to the next multiple of TILE is
- * written too. */
+/* The values of D codes -> out, in dtype; what follows them up to the next multiple of VW, or of 64,
+ * is written too: zeros' values. */
 INLINE void widen(void *out, const char *codes, int64_t D, int kind, int dtype) {
     int64_t i = 0;
 #if HAS_LOOKUP
@@ -131,17 +132,10 @@ INLINE void widen(void *out, const char *codes, int64_t D, int kind, int dtype) 
         return;
     }
 #endif
-#if VW == 8
-    for (; dtype == BF16 && i + 16 <= D; i += 16) {
-        vf one = value_of(load_bytes(codes + i), kind), two = value_of(load_bytes(codes + i + 8), kind);
-        __m256i both = _mm256_packus_epi32((__m256i)((vu)one >> 16), (__m256i)((vu)two >> 16));
-        store_i32((bf16 *)out + i, (vi)_mm256_permute4x64_epi64(both, 0xd8));
-    }
-#endif
     for (; i < D; i += VW) {
         vb some = {0};
-        memcpy(&some, codes + i, (size_t)min_int(VW, D - i));
-        vf x = value_of(load_bytes(&some), kind);
+        if (i + VW > D) memcpy(&some, codes + i, (size_t)(D - i));
+        vf x = value_of(load_bytes(i + VW > D ? (const char *)&some : codes + i), kind);
         if (dtype == F32) store_f32((float *)out + i, x);
         else store_halves((bf16 *)out + i, (vu)x >> 16);
     }

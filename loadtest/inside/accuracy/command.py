@@ -1,7 +1,7 @@
 """`streamer bench accuracy`: what quantized weights, or a quantized KV cache, cost in accuracy.
 
 A text is cut into windows of --context tokens; in each, the second half is scored against the same
-checkpoint in --dtype: perplexity, the mean Kullback-Leibler divergence of the next-token
+checkpoint in --reference-dtype: perplexity, the mean Kullback-Leibler divergence of the next-token
 distributions and its 99th percentile, and how often both find the same token likeliest. These are
 the windows and figures of llama.cpp's `llama-perplexity --kl-divergence`, so that its output on the
 same file can stand beside. Logits come from the engine's own runner, kernels and cache included.
@@ -34,10 +34,11 @@ COLUMNS = ("weights, KV", "perplexity", "KL mean", "KL p99", "same best, %")
 
 
 class Case(msgspec.Struct, frozen=True):
-    """What differs from the reference: the file or folder, --quantization, --kv-cache-dtype."""
+    """One way to run the model: the file or folder, the dtype, --quantization, --kv-cache-dtype."""
 
     name: str
     model: str | None
+    dtype: str
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
 
@@ -57,7 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The reference, the cases, the text."""
     add = parser.add_argument
     add("--model", help="the reference checkpoint (the bundled model)")
-    add("--dtype", default="bfloat16", help="of the reference (bfloat16)")
+    add("--dtype", default="bfloat16", help="computed in (bfloat16)")
+    add("--reference-dtype", help="of the reference (--dtype); another makes the dense a case")
     add("--quantization", nargs="+", default=[], metavar="NAME", help="made of it when loaded")
     add("--files", nargs="+", default=[], help="quantized files or folders of the same model")
     add("--kv-cache-dtype", nargs="+", default=[], metavar="NAME", help="with dense weights")
@@ -71,10 +73,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Score the reference and every case; print a table."""
     if args.context < 2 or args.windows < 1:
         raise ConfigError("--context must be at least 2 and --windows at least 1", param="context")
-    cases = [Case(name, args.model, name) for name in args.quantization]
-    cases += [Case(Path(file).name, file) for file in args.files]
-    cases += [Case(f"KV {name}", args.model, None, name) for name in args.kv_cache_dtype]
-    scores = list(measure(Case(args.dtype, args.model), cases, args, console))
+    dtype, reference = args.dtype, args.reference_dtype or args.dtype
+    cases = [Case(dtype, args.model, dtype)] if reference != dtype else []
+    cases += [Case(name, args.model, dtype, name) for name in args.quantization]
+    cases += [Case(Path(file).name, file, dtype) for file in args.files]
+    cases += [Case(f"KV {name}", args.model, dtype, None, name) for name in args.kv_cache_dtype]
+    scores = list(measure(Case(reference, args.model, reference), cases, args, console))
     rows = [COLUMNS, *(row(score) for score in scores)]
     title = f"{scores[0].num_tokens:,} tokens, windows of {args.context}"
     console.print(terminal(rows, title))
@@ -98,7 +102,7 @@ def measure(
     reference: Case, cases: Sequence[Case], args: argparse.Namespace, console: Console
 ) -> Iterator[Score]:
     """The reference's score, then each case's."""
-    truth, tokenizer = load(reference, args.dtype)
+    truth, tokenizer = load(reference)
     text = args.text.read_text(encoding="utf-8") if args.text else some_text(args.model)
     windows = cut(tokenizer.encode(text), args.context, args.windows)
     expected = [log_probs(truth, window) for window in windows]
@@ -106,7 +110,7 @@ def measure(
     del truth
     for case in cases:
         with console.status(f"Scoring {case.name}"):
-            runner, _ = load(case, args.dtype)
+            runner, _ = load(case)
             found = [log_probs(runner, window) for window in windows]
             yield score(case.name, windows, expected, found)
             del runner
@@ -125,12 +129,12 @@ def some_text(model: str | None) -> str:
     return "".join(islice(library_text(), NUM_FILES))
 
 
-def load(case: Case, dtype: str) -> tuple[Any, Any]:
+def load(case: Case) -> tuple[Any, Any]:
     """The case's runner and tokenizer."""
     from streamer.build import loaders
     from streamer.engine.core import Inbox
 
-    settings: dict[str, Any] = {"dtype": dtype, "kv_cache_dtype": case.kv_cache_dtype}
+    settings: dict[str, Any] = {"dtype": case.dtype, "kv_cache_dtype": case.kv_cache_dtype}
     if case.quantization:
         settings["quantization"] = case.quantization
     config = Config(
