@@ -154,3 +154,31 @@ class Forward(Protocol):
         batch: AttentionBatch,
         last: torch.Tensor | None,
     ) -> torch.Tensor: ...
+
+
+class Graph(Forward, Protocol):
+    """A forward that may begin before it is called."""
+
+    def begin(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> None:
+        """Compute on other threads what a call with this batch, one token a row, and no `last` will
+        ask for. Any other op of the backend ends it, as does CpuBackend.stop."""
+        ...
+
+
+class Direct:
+    """A forward as a Graph that begins nothing."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        last: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return self._forward(tokens, positions, batch, last)
+
+    def begin(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> None:
+        """Nothing runs beside the caller."""

@@ -20,7 +20,9 @@ from typing import Protocol
 import torch
 
 from streamer.kernels.batch import AttentionBatch as AttentionBatch
+from streamer.kernels.batch import Direct as Direct
 from streamer.kernels.batch import Forward as Forward
+from streamer.kernels.batch import Graph as Graph
 from streamer.kernels.batch import Limits as Limits
 from streamer.kernels.draws import Draws as Draws
 from streamer.kernels.quantized import scale_rows
@@ -73,8 +75,8 @@ class Backend(Protocol):
         """
         ...
 
-    def graph(self, forward: Forward, limits: Limits) -> Forward:
-        """`forward` as one launch, where the backend can record its ops; else `forward` itself.
+    def graph(self, forward: Forward, limits: Limits) -> Graph:
+        """`forward` as one launch, where the backend can record its ops.
 
         `forward` is run once, on buffers of the limits' size, and must call nothing but ops and
         views on tensors whose first dimension is T or S. Steps beyond the limits call `forward`
@@ -229,6 +231,10 @@ class CpuBackend(Backend, Protocol):
         kept are kept, so that the result does not depend on how a sort orders ties. A row without a
         finite maximum gives any id.
         """
+        ...
+
+    def stop(self) -> None:
+        """End what a Graph began: no thread reads or writes a pool or a weight any more."""
         ...
 
 

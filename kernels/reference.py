@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from streamer.kernels.batch import AttentionBatch, Forward, Limits
+from streamer.kernels.batch import AttentionBatch, Direct, Forward, Limits
 from streamer.kernels.quantized import LIMITS, quantize, scale_rows, scales_of
 from streamer.kernels.reference_attention import paged_attention as paged_attention
 from streamer.kernels.reference_linear import pack_weight as pack_weight
@@ -86,15 +86,19 @@ def _runs(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
     return runs
 
 
-def graph(forward: Forward, limits: Limits) -> Forward:
+def graph(forward: Forward, limits: Limits) -> Direct:
     """See Backend.graph: nothing is recorded here."""
     del limits
-    return forward
+    return Direct(forward)
 
 
 def set_threads(count: int) -> None:
     """See Backend.set_threads."""
     torch.set_num_threads(count)
+
+
+def stop() -> None:
+    """See CpuBackend.stop: nothing ever runs beside the caller."""
 
 
 def best(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

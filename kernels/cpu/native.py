@@ -27,7 +27,7 @@ TABLES, TABLE_STRIDE = 7, 5  # indices among attention.c's pointers and its inte
 Ints = NDArray[np.int64]
 
 rope_tables = reference.rope_tables
-set_threads = team.set_threads
+set_threads, stop = team.set_threads, team.stop
 
 _best = Again()
 
@@ -256,7 +256,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> No
     issue(Call(Kind.COPY, pairs, torch.float32, (source, target, pairs), (num_bytes,)))
 
 
-def graph(forward: Forward, limits: Limits) -> Forward:
+def graph(forward: Forward, limits: Limits) -> Graph:
     """See Backend.graph."""
     return Graph(forward, limits)
 
@@ -292,6 +292,7 @@ class Graph:
         self._given = tokens, positions, slots  # of the latest step
         self._arrays = self._fixed[:3]
         self._num_steady = -1  # rows of the latest step, if each had one token and drew
+        self._begun: AttentionBatch | None = None
         self._one_tile_each = np.stack((self._in_order, np.zeros_like(self._in_order)), 1)
 
     def __call__(
@@ -302,9 +303,23 @@ class Graph:
         last: torch.Tensor | None,
     ) -> torch.Tensor:
         """See ops.Forward."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            count = batch.num_tokens
+            if begun is batch and last is None:
+                out = self._program.join((count, count, count), self)
+                if out is not None:
+                    return out
+            team.stop()  # before the inputs change
         if batch.num_tokens > self._limits.max_tokens or batch.num_rows > self._limits.max_rows:
             return self._forward(tokens, positions, batch, last)
         return self._program.run(self.fill(tokens, positions, batch, last))
+
+    def begin(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> None:
+        """See ops.Graph; the batch is one token a row."""
+        team.stop()
+        self._program.begin(self.fill(tokens, positions, batch, None), self)
+        self._begun = batch
 
     def fill(
         self,

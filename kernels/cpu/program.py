@@ -2,7 +2,8 @@
 
 A recorded Program is what a CUDA graph is on a GPU: the Python that issues the ops runs once, on
 buffers of the largest step; a step is then one call that releases the GIL once, with the numbers
-of rows as its only arguments. Buffers whose lifetimes do not overlap share memory. Owns the team of
+of rows as its only arguments. Buffers whose lifetimes do not overlap share memory. A program may
+begin on the other threads before its caller is there; whatever else runs ends it. Owns the team of
 threads; contains no op. Called by native.py.
 """
 
@@ -131,6 +132,9 @@ class Team:
             ("team_open", [ctypes.c_int], pointer),
             ("team_close", [pointer], None),
             ("team_run", [pointer, pointer, size, pointer], None),
+            ("team_begin", [pointer, pointer, size, pointer], None),
+            ("team_join", [pointer], None),
+            ("team_stop", [pointer], None),
         ):
             function = getattr(self._library, name)
             function.argtypes, function.restype = arguments, result
@@ -142,11 +146,13 @@ class Team:
     def _forget(self) -> None:
         """There are no threads: a forked process has none, and none to give back the lock."""
         self._handle: int | None = None
+        self._begun: object = None  # who owns the memory that threads are in, which it keeps
         self._lock = threading.Lock()  # two engines may live in one process
 
     def set_threads(self, count: int) -> None:
         """Threads of the team from the next run on, the caller's included."""
         with self._lock:
+            self._stop()
             if self._handle is not None and count != self._threads:
                 self._library.team_close(self._handle)
                 self._handle = None
@@ -155,11 +161,43 @@ class Team:
     def run(self, ops: int | bytes, num_ops: int, counts: int | bytes) -> None:
         """Run records with the counts, each bytes or an address; the GIL is released."""
         with self._lock:
+            self._stop()
+            self._library.team_run(self._opened(), ops, num_ops, counts)
+
+    def begin(self, owner: object, ops: int, num_ops: int, counts: int) -> None:
+        """Let the other threads, if there are any, run the records at these addresses, whose memory
+        is the owner's; whatever else is run, begun or stopped ends that."""
+        with self._lock:
+            self._stop()
+            if self._threads > 1:
+                self._library.team_begin(self._opened(), ops, num_ops, counts)
+                self._begun = owner
+
+    def join(self, owner: object) -> bool:
+        """Take part in what was begun for this owner, to its end; False: it does not run."""
+        with self._lock:
+            if self._begun is not owner:
+                return False
+            self._library.team_join(self._handle)
+            self._begun = None
+            return True
+
+    def stop(self) -> None:
+        """End what was begun: no thread is in memory of a program any more."""
+        with self._lock:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._begun is not None:
+            self._library.team_stop(self._handle)
+            self._begun = None
+
+    def _opened(self) -> int:
+        if self._handle is None:
+            self._handle = self._library.team_open(self._threads)
             if self._handle is None:
-                self._handle = self._library.team_open(self._threads)
-                if self._handle is None:
-                    raise MemoryError("no memory for the kernels' threads")
-            self._library.team_run(self._handle, ops, num_ops, counts)
+                raise MemoryError("no memory for the kernels' threads")
+        return self._handle
 
 
 class _ThisThread(threading.local):
@@ -237,7 +275,7 @@ class _Region:
 
 
 class Program:
-    """Recorded ops. `record` makes one; `run` runs it.
+    """Recorded ops. `record` makes one; `run` runs it, as `begin` and `join` do.
 
     ops  the records, which may be changed between two runs
     """
@@ -299,6 +337,22 @@ class Program:
         """Run all ops with these numbers of rows, in the order of Count -> the output's rows."""
         self._counts[:] = counts
         team.run(*self._addresses)
+        return self._output(counts)
+
+    def begin(self, counts: Sequence[int], owner: object) -> None:
+        """Let the other threads run all ops with these numbers of rows.
+
+        owner  of the program and of all else that its ops read; kept until that has ended
+        """
+        self._counts[:] = counts
+        team.begin(owner, *self._addresses)
+
+    def join(self, counts: Sequence[int], owner: object) -> torch.Tensor | None:
+        """Take part in what was begun with these -> the output's rows; None: something else has
+        ended it."""
+        return self._output(counts) if team.join(owner) else None
+
+    def _output(self, counts: Sequence[int]) -> torch.Tensor:
         num_rows = counts[self._out_count]
         if num_rows != self._num_shown:  # a slice takes 6 us between two steps, with cold caches
             self._num_shown, self._shown = num_rows, self._out[:num_rows]

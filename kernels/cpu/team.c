@@ -4,7 +4,8 @@
  * reads weights front to back across chunks; one whose range is empty takes the last chunk of
  * another's. So a thread that the system has descheduled holds up only the chunk it was in, and one
  * that wakes late joins. Who ends the last chunk opens the next op, and runs ops of a single chunk
- * itself. Between runs the other threads wait: AWAKE_NS in a loop, then asleep.
+ * itself. Between runs the other threads wait: AWAKE_NS in a loop, then asleep. A run may begin without
+ * the caller, which joins it later or stops it.
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -71,6 +72,7 @@ typedef struct Team {
     int threads;
     _Atomic int asleep;
     _Atomic int is_closing;
+    _Atomic int is_stopping; /* what is left of the run is not to be computed */
     pthread_mutex_t lock;
     pthread_cond_t wake;
     _Alignas(64) _Atomic int64_t ended; /* chunks of the open op */
@@ -95,7 +97,7 @@ static inline void pause_briefly(void) {
  * last one always has a chunk, so the op can't end, nor another be opened, before all are written.
  * The caller's own comes last when a run ends, since then it may begin another. */
 static void open_op(Team *team, int64_t number, Worker *me) {
-    for (; number < team->num_ops; number++) {
+    for (; number < team->num_ops && !atomic_load(&team->is_stopping); number++) {
         const Op *op = team->ops + number;
         int64_t chunks = kinds[op->kind].chunks(op, team->step, team->threads);
         if (chunks == 1) kinds[op->kind].run(op, team->step, 0, me);
@@ -138,7 +140,7 @@ static void take_part(Team *team, Worker *me) {
         int64_t number = op_of(range), chunk, done = 0;
         for (; (chunk = take_chunk(team, me, number)) >= 0; done++) {
             const Op *op = team->ops + number;
-            kinds[op->kind].run(op, team->step, chunk, me);
+            if (!atomic_load(&team->is_stopping)) kinds[op->kind].run(op, team->step, chunk, me);
         }
         if (done) {
             int64_t chunks = team->chunks; /* before these count: then the next op may open */
@@ -224,14 +226,29 @@ Team *team_open(int threads) {
     return 0;
 }
 
-/* Run all ops in order; returns when they are done. From one thread at a time. */
-void team_run(Team *team, const Op *ops, int64_t num_ops, const Step *step) {
+/* Let the other threads run all ops in order. The caller runs those of a single chunk before the
+ * first with more; team_join or team_stop has to come next. This and those from one thread at a time. */
+void team_begin(Team *team, const Op *ops, int64_t num_ops, const Step *step) {
     team->ops = ops;
     team->num_ops = num_ops;
     team->step = step;
     open_op(team, 0, &team->workers[0]);
     atomic_thread_fence(memory_order_seq_cst);
-    if (!has_work(team, &team->workers[0])) return; /* all were single chunks */
-    if (atomic_load(&team->asleep)) wake_all(team);
-    take_part(team, &team->workers[0]);
+    if (has_work(team, &team->workers[0]) && atomic_load(&team->asleep)) wake_all(team);
+}
+
+/* Take part in the run; returns when it is done. */
+void team_join(Team *team) { take_part(team, &team->workers[0]); }
+
+/* End the run: returns when the chunks that threads are in are done. */
+void team_stop(Team *team) {
+    atomic_store(&team->is_stopping, 1);
+    team_join(team);
+    atomic_store(&team->is_stopping, 0);
+}
+
+/* Run all ops in order; returns when they are done. */
+void team_run(Team *team, const Op *ops, int64_t num_ops, const Step *step) {
+    team_begin(team, ops, num_ops, step);
+    team_join(team);
 }

@@ -98,6 +98,15 @@ class NoModel:
         self._logits = torch.zeros(0)
         self._inputs: _Inputs | None = None
 
+    def begin(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: ops.AttentionBatch,
+        pool: torch.Tensor,
+    ) -> None:
+        """Nothing is computed."""
+
     def prepare(self, limits: ops.Limits) -> None:
         """See decoder.Decoder.prepare."""
         import torch

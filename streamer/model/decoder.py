@@ -129,7 +129,7 @@ class Decoder:
             self._layers.append(DecoderLayer(kernels, config, i, source, shared))
             source.layer_done()
         self._norm = source.take("model.norm.weight")
-        self._graph: ops.Forward | None = None
+        self._graph: ops.Graph | None = None
         self._graph_of: tuple[object, ...] = ()
         self._limits: ops.Limits | None = None
 
@@ -156,14 +156,30 @@ class Decoder:
         tokens, positions  [T] int64;  pool  [N, layers, 2, Hk, B, D]. The result may be overwritten
         by the next call.
         """
+        return self._graph_for(batch, pool)(tokens, positions, batch, last)
+
+    def begin(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: ops.AttentionBatch,
+        pool: torch.Tensor,
+    ) -> None:
+        """See interface.CausalModel."""
+        if (
+            batch.max_context <= self._rope.length
+        ):  # else it may be beyond the model's last position
+            self._graph_for(batch, pool).begin(tokens, positions, batch)
+
+    def _graph_for(self, batch: ops.AttentionBatch, pool: torch.Tensor) -> ops.Graph:
         tables = self._rope.up_to(batch.max_context)
         made_for = (pool.data_ptr(), self._rope.length, self._limits)
         if self._graph is None or self._graph_of != made_for:
             compute = partial(self._compute, pool, tables)
             limits = self._limits if self._is_whole else None
-            self._graph = self._kernels.graph(compute, limits) if limits else compute
+            self._graph = self._kernels.graph(compute, limits) if limits else ops.Direct(compute)
             self._graph_of = made_for
-        return self._graph(tokens, positions, batch, last)
+        return self._graph
 
     def forward_hidden(
         self,

@@ -230,6 +230,15 @@ class FallbackModel:
     def prepare(self, limits: ops.Limits) -> None:
         """Does nothing: transformers' code can't be recorded."""
 
+    def begin(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: ops.AttentionBatch,
+        pool: torch.Tensor,
+    ) -> None:
+        """Does nothing, for the same reason."""
+
     def forward(
         self,
         tokens: torch.Tensor,

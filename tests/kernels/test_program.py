@@ -70,6 +70,61 @@ def test_equals_op_by_op(threads: int) -> None:
     team.set_threads(1)
 
 
+@pytest.mark.parametrize("threads", [2, 3])
+def test_a_program_that_began_is_joined(threads: int) -> None:
+    """At once, in the middle of it, or when the other threads have ended it."""
+    team.set_threads(threads)
+    program, tokens, _ = record(40)
+    tokens[:] = torch.arange(ROWS)
+    for rows, pause_s in [(1, 0.0), (9, 1e-5), (40, 1e-4), (3, 1e-3), (40, 0.05)] * 20:
+        expected = program.run((rows, 0, 0)).clone()
+        program.run((rows, 0, 0)).zero_()
+        owner = object()
+        program.begin((rows, 0, 0), owner)
+        time.sleep(pause_s)
+        out = program.join((rows, 0, 0), owner)
+        assert out is not None
+        assert torch.equal(out, expected)
+        assert program.join((rows, 0, 0), owner) is None
+    team.set_threads(1)
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_whatever_else_runs_ends_what_began(threads: int) -> None:
+    """Another op, the same program, another begin, other threads, or `stop`; none waits for it."""
+    team.set_threads(threads)
+    program, tokens, _ = record(40)
+    tokens[:] = torch.arange(ROWS)
+    expected = program.run((ROWS, 0, 0)).clone()
+    other = record(1)[0]
+
+    def close() -> None:
+        team.set_threads(threads + 1)
+        team.set_threads(threads)
+
+    kinds = (
+        lambda: native.best(torch.zeros(2, 8)),
+        lambda: program.run((7, 0, 0)),
+        lambda: other.begin((3, 0, 0), other),
+        close,
+        team.stop,
+    )
+    for end in kinds * 30:
+        program.begin((ROWS, 0, 0), program)
+        end()
+        assert program.join((ROWS, 0, 0), program) is None
+        assert torch.equal(program.run((ROWS, 0, 0)), expected)
+    team.set_threads(1)
+
+
+def test_one_thread_begins_nothing() -> None:
+    """There is none beside the caller."""
+    team.set_threads(1)
+    program, _, _ = record(2)
+    program.begin((1, 0, 0), program)
+    assert program.join((1, 0, 0), program) is None
+
+
 def test_depth_costs_no_memory() -> None:
     """Buffers with different lifetimes share memory."""
     few, many = record(1)[0], record(12)[0]

@@ -93,9 +93,20 @@ class _Steady:
     ms, with cold caches (2 cores of an EPYC Zen 5, 2026-11-23).
 
     left  steps for which that holds
+    is_ahead  it has advanced for a step that has no plan yet
     """
 
-    __slots__ = ("_ones", "_positions", "_slots", "_tokens", "batch", "left", "positions", "tokens")
+    __slots__ = (
+        "_ones",
+        "_positions",
+        "_slots",
+        "_tokens",
+        "batch",
+        "is_ahead",
+        "left",
+        "positions",
+        "tokens",
+    )
 
     def __init__(self, positions: Ints, slots: Ints, batch: AttentionBatch) -> None:
         self._ones = np.ones_like(positions)
@@ -104,6 +115,7 @@ class _Steady:
         self.positions = torch.from_numpy(positions)
         self.batch = batch
         self.left = batch.block_size - 1 - int((positions % batch.block_size).max())
+        self.is_ahead = False
 
     def advance(self) -> None:
         """Every row goes on by a token, in the same memory."""
@@ -239,8 +251,10 @@ class Rows:
         rows, count = self._active, len(self._active)
         self._check_sums(plan, count, count)
         last = self._last
-        if last is not None and last.left:
-            last.advance()
+        if last is not None and (last.is_ahead or last.left):
+            if not last.is_ahead:
+                last.advance()
+            last.is_ahead = False
             contexts = last.batch.context_lens.copy()
         else:
             self._check_decoding(rows)
@@ -272,6 +286,17 @@ class Rows:
             num_tokens=count,
             num_chunk_tokens=0,
         )
+
+    def next_steady(self) -> _Steady | None:
+        """The inputs of the step after a steady one whose tokens are known, if it is one token on
+        for every row: it may begin before its plan is there. `inputs` then has them again."""
+        last = self._last
+        if last is None or not last.left:
+            return None
+        last.advance()
+        last.take(self._latest, self._active)
+        last.is_ahead = True
+        return last
 
     def _mixed(self, plan: Plan, forks: list[tuple[int, int]]) -> StepInputs:
         """Decoding rows first, then chunks; forks only draw."""

@@ -84,6 +84,17 @@ class CausalModel(Protocol):
         """Those logits, and the hidden states [S, H] that they come from, after the last norm."""
         ...
 
+    def begin(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: ops.AttentionBatch,
+        pool: torch.Tensor,
+    ) -> None:
+        """Begin a decode that is likely to be asked for next, with this very batch and no `last`,
+        while the caller does something else; see ops.Graph."""
+        ...
+
     def prepare(self, limits: ops.Limits) -> None:
         """No step will exceed `limits`."""
         ...
