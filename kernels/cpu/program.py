@@ -9,6 +9,7 @@ threads; contains no op. Called by native.py.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import struct
@@ -142,6 +143,7 @@ class Team:
         self._threads = 1
         self._forget()
         os.register_at_fork(after_in_child=self._forget)
+        atexit.register(self.stop)  # before Python frees what the threads read
 
     def _forget(self) -> None:
         """There are no threads: a forked process has none, and none to give back the lock."""
@@ -170,8 +172,9 @@ class Team:
         with self._lock:
             self._stop()
             if self._threads > 1:
-                self._library.team_begin(self._opened(), ops, num_ops, counts)
-                self._begun = owner
+                team = self._opened()
+                self._begun = owner  # first: a signal's handler may raise after any line
+                self._library.team_begin(team, ops, num_ops, counts)
 
     def join(self, owner: object) -> bool:
         """Take part in what was begun for this owner, to its end; False: it does not run."""

@@ -103,6 +103,7 @@ class CpuRunner:
         self.model.prepare(self._sizes.limits)
         self._drafter = self._new_drafter()
         self._host_upto = 0
+        self._begun_at = None
         self._copies_done = launched
 
     @property
@@ -137,23 +138,26 @@ class CpuRunner:
         self._move_blocks(plan)
         if self._drafter is not None:
             self._drafter.update(plan)
-        launched = began = time.perf_counter()
-        self._saw_width(plan, launched)
+        began = time.perf_counter()
+        self._saw_width(plan, began)
         inputs = self._rows.inputs(plan)
-        if self._begun_at is not None and inputs.is_steady:
-            began = self._begun_at
-        self._begun_at = None
+        begun_at, self._begun_at = self._begun_at, None
+        before_s = 0.0 if begun_at is None or not inputs.is_steady else began - begun_at
         result = self._draw(plan.number, inputs)
         if self._drafter is not None and inputs.batch is not None:
             self._drafter.follow(inputs.batch.slots)
         if inputs.scored is None:  # scoring's time is no prefill cost
             took_s = time.perf_counter() - began
             verifies = any(chunk.num_draws > 1 for chunk in plan.chunks)
-            self._costs.saw_step(
-                took_s, inputs.num_tokens, inputs.num_chunk_tokens, is_verification=verifies
-            )
+            if before_s < took_s:  # else it may have been done long before
+                self._costs.saw_step(
+                    before_s + took_s,
+                    inputs.num_tokens,
+                    inputs.num_chunk_tokens,
+                    is_verification=verifies,
+                )
             if inputs.num_tokens and not inputs.num_chunk_tokens:
-                self._decoding = launched, inputs.num_tokens, verifies
+                self._decoding = began, inputs.num_tokens, verifies
         self._copies_done = plan.number
         if not (plan.num_tokens or plan.num_samples or plan.leaves or plan.swap_in):
             self._sampler.filler.wait_for_late()

@@ -6,6 +6,9 @@ Here they begin with any number of rows, on two threads or three.
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,6 +169,18 @@ def test_a_row_at_the_last_position_begins_nothing_beyond(
     assert model._graph is graph
 
 
+def test_a_wait_is_no_part_of_what_a_decode_takes(checkpoint: Any) -> None:
+    """For a reader that was slow, say."""
+    hand = Hand(make_runner(checkpoint("llama", 1)), num_blocks=8)
+    hand.join(0, list(range(3, 10)))
+    hand.step({0: 7})
+    hand.run(4)
+    before_s = hand.runner.facts().decode_s
+    time.sleep(1.0)
+    hand.step()
+    assert hand.runner.facts().decode_s < before_s + 0.1
+
+
 def test_closing_ends_it_and_frees_the_model(checkpoint: Any) -> None:
     """The threads' memory is held while they run, and no longer."""
     runner = make_runner(checkpoint("llama", 1))
@@ -195,3 +210,17 @@ def test_a_model_that_is_dropped_is_held_until_its_decode_has_ended(checkpoint: 
     native.best(torch.zeros(1, 4))
     gc.collect()
     assert model() is None
+
+
+def test_a_process_ends_beside_it(checkpoint: Any) -> None:
+    """Its threads are in memory that Python frees then."""
+    script = f"""
+from tests.model.hand import Hand, make_runner
+hand = Hand(make_runner({str(checkpoint("llama", 1))!r}), num_blocks=8)
+hand.join(0, list(range(3, 20)))
+hand.step({{0: 17}})
+hand.step()
+"""
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
