@@ -159,9 +159,10 @@ class Forward(Protocol):
 class Graph(Forward, Protocol):
     """A forward that may begin before it is called."""
 
-    def begin(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> None:
+    def begin(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> bool:
         """Compute on other threads what a call with this batch, one token a row, and no `last` will
-        ask for. Any other op of the backend ends it, as does CpuBackend.stop."""
+        ask for; False: there are none that could. Any other op of the backend ends it, as does
+        CpuBackend.stop."""
         ...
 
 
@@ -180,5 +181,6 @@ class Direct:
     ) -> torch.Tensor:
         return self._forward(tokens, positions, batch, last)
 
-    def begin(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> None:
+    def begin(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> bool:
         """Nothing runs beside the caller."""
+        return False

@@ -292,7 +292,7 @@ class Graph:
         self._given = tokens, positions, slots  # of the latest step
         self._arrays = self._fixed[:3]
         self._num_steady = -1  # rows of the latest step, if each had one token and drew
-        self._begun: AttentionBatch | None = None
+        self._begun: tuple[AttentionBatch, int] | None = None  # with its longest context then
         self._one_tile_each = np.stack((self._in_order, np.zeros_like(self._in_order)), 1)
 
     def __call__(
@@ -306,7 +306,7 @@ class Graph:
         begun, self._begun = self._begun, None
         if begun is not None:
             count = batch.num_tokens
-            if begun is batch and last is None:
+            if begun == (batch, batch.max_context) and last is None:
                 out = self._program.join((count, count, count), self)
                 if out is not None:
                     return out
@@ -315,11 +315,14 @@ class Graph:
             return self._forward(tokens, positions, batch, last)
         return self._program.run(self.fill(tokens, positions, batch, last))
 
-    def begin(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> None:
-        """See ops.Graph; the batch is one token a row."""
+    def begin(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> bool:
+        """See ops.Graph."""
+        if not team.has_others:
+            return False
         team.stop()
         self._program.begin(self.fill(tokens, positions, batch, None), self)
-        self._begun = batch
+        self._begun = batch, batch.max_context
+        return True
 
     def fill(
         self,

@@ -160,6 +160,11 @@ class Team:
                 self._handle = None
             self._threads = count
 
+    @property
+    def has_others(self) -> bool:
+        """Whether there are threads beside the caller's."""
+        return self._threads > 1
+
     def run(self, ops: int | bytes, num_ops: int, counts: int | bytes) -> None:
         """Run records with the counts, each bytes or an address; the GIL is released."""
         with self._lock:
@@ -167,14 +172,13 @@ class Team:
             self._library.team_run(self._opened(), ops, num_ops, counts)
 
     def begin(self, owner: object, ops: int, num_ops: int, counts: int) -> None:
-        """Let the other threads, if there are any, run the records at these addresses, whose memory
-        is the owner's; whatever else is run, begun or stopped ends that."""
+        """Let the other threads run the records at these addresses, whose memory is the owner's;
+        whatever else is run, begun or stopped ends that. One thread runs them when it joins."""
         with self._lock:
             self._stop()
-            if self._threads > 1:
-                team = self._opened()
-                self._begun = owner  # first: a signal's handler may raise after any line
-                self._library.team_begin(team, ops, num_ops, counts)
+            team = self._opened()
+            self._begun = owner  # first: a signal's handler may raise after any line
+            self._library.team_begin(team, ops, num_ops, counts)
 
     def join(self, owner: object) -> bool:
         """Take part in what was begun for this owner, to its end; False: it does not run."""
@@ -338,6 +342,7 @@ class Program:
 
     def run(self, counts: Sequence[int]) -> torch.Tensor:
         """Run all ops with these numbers of rows, in the order of Count -> the output's rows."""
+        team.stop()  # it may be this program that was begun, with other counts
         self._counts[:] = counts
         team.run(*self._addresses)
         return self._output(counts)
@@ -347,6 +352,7 @@ class Program:
 
         owner  of the program and of all else that its ops read; kept until that has ended
         """
+        team.stop()
         self._counts[:] = counts
         team.begin(owner, *self._addresses)
 

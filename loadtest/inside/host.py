@@ -104,8 +104,9 @@ class NoModel:
         positions: torch.Tensor,
         batch: ops.AttentionBatch,
         pool: torch.Tensor,
-    ) -> None:
+    ) -> bool:
         """Nothing is computed."""
+        return False
 
     def prepare(self, limits: ops.Limits) -> None:
         """See decoder.Decoder.prepare."""

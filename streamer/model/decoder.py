@@ -164,12 +164,11 @@ class Decoder:
         positions: torch.Tensor,
         batch: ops.AttentionBatch,
         pool: torch.Tensor,
-    ) -> None:
+    ) -> bool:
         """See interface.CausalModel."""
-        if (
-            batch.max_context <= self._rope.length
-        ):  # else it may be beyond the model's last position
-            self._graph_for(batch, pool).begin(tokens, positions, batch)
+        if batch.max_context > self._rope.length:  # it may be beyond the model's last position
+            return False
+        return self._graph_for(batch, pool).begin(tokens, positions, batch)
 
     def _graph_for(self, batch: ops.AttentionBatch, pool: torch.Tensor) -> ops.Graph:
         tables = self._rope.up_to(batch.max_context)

@@ -236,8 +236,9 @@ class FallbackModel:
         positions: torch.Tensor,
         batch: ops.AttentionBatch,
         pool: torch.Tensor,
-    ) -> None:
+    ) -> bool:
         """Does nothing, for the same reason."""
+        return False
 
     def forward(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -117,12 +118,41 @@ def test_whatever_else_runs_ends_what_began(threads: int) -> None:
     team.set_threads(1)
 
 
-def test_one_thread_begins_nothing() -> None:
-    """There is none beside the caller."""
+def test_one_thread_computes_what_began_when_it_joins() -> None:
+    """There is none beside the caller; a graph begins nothing then."""
     team.set_threads(1)
-    program, _, _ = record(2)
-    program.begin((1, 0, 0), program)
-    assert program.join((1, 0, 0), program) is None
+    program, tokens, _ = record(2)
+    tokens[:] = torch.arange(ROWS)
+    expected = program.run((7, 0, 0)).clone()
+    assert not team.has_others
+    program.begin((7, 0, 0), program)
+    out = program.join((7, 0, 0), program)
+    assert out is not None
+    assert torch.equal(out, expected)
+
+
+def test_a_signal_at_any_moment_loses_nothing() -> None:
+    """The team runs what Python does not know of, if a handler raises right after it began."""
+    team.set_threads(2)
+    program, tokens, _ = record(20)
+    tokens[:] = torch.arange(ROWS)
+    expected = program.run((ROWS, 0, 0)).clone()
+    before = signal.signal(signal.SIGALRM, _interrupt)
+    try:
+        for i in range(300):
+            with contextlib.suppress(InterruptedError):
+                signal.setitimer(signal.ITIMER_REAL, 2e-5 + i * 1e-6)
+                while True:
+                    program.begin((ROWS, 0, 0), program)
+            assert torch.equal(program.run((ROWS, 0, 0)), expected)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    team.set_threads(1)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise InterruptedError
 
 
 def test_depth_costs_no_memory() -> None:

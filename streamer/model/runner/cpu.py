@@ -260,9 +260,11 @@ class CpuRunner:
     def _begin_next(self, drawn: list[int]) -> None:
         """Begin the decode that comes next unless a row joins, leaves or waits."""
         step = self._rows.next_steady() if min(drawn) >= 0 else None
-        if step is not None:
-            self._begun_at = time.perf_counter()
-            self.model.begin(step.tokens, step.positions, step.batch, self._pool)
+        if step is None:
+            return
+        began = time.perf_counter()
+        if self.model.begin(step.tokens, step.positions, step.batch, self._pool):
+            self._begun_at = began
 
     def _logits(self, inputs: StepInputs) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """[S + P, V] for the rows that draw and the tokens that are scored; hidden states."""

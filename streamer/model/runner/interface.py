@@ -90,9 +90,9 @@ class CausalModel(Protocol):
         positions: torch.Tensor,
         batch: ops.AttentionBatch,
         pool: torch.Tensor,
-    ) -> None:
+    ) -> bool:
         """Begin a decode that is likely to be asked for next, with this very batch and no `last`,
-        while the caller does something else; see ops.Graph."""
+        while the caller does something else; False: it did not. See ops.Graph."""
         ...
 
     def prepare(self, limits: ops.Limits) -> None:
