@@ -348,11 +348,10 @@ class Program:
         return self._output(counts)
 
     def begin(self, counts: Sequence[int], owner: object) -> None:
-        """Let the other threads run all ops with these numbers of rows.
+        """Let the other threads run all ops with these numbers of rows; nothing of it may run yet.
 
         owner  of the program and of all else that its ops read; kept until that has ended
         """
-        team.stop()
         self._counts[:] = counts
         team.begin(owner, *self._addresses)
 

@@ -27,8 +27,8 @@ from streamer.model.sampling.host import Sampler
 
 # Rows of a decode that begins before its plan. Between two steps of `half` in int4 Python took 0.75
 # of 15 ms, of which one other thread makes good a half; in turn, eight steps each, one row takes
-# 0.976 of the time, two 0.994, eight 1.01, 32 as long: they are bound by arithmetic, and Python has
-# more to do on the cores meanwhile (2 cores of an EPYC Zen 3, 2026-11-28).
+# 0.976 of the time, two 0.994, eight 1.01, 32 1.03 with a wide spread: arithmetic bounds them, and
+# Python has more to do meanwhile (2 cores of an EPYC Zen 3, 2026-11-28, medians of pairs).
 BEGUN_ROWS = 1
 
 
