@@ -46,6 +46,18 @@ INLINE void float8_integers(const uint8_t *from, const uint8_t *levels, uint8_t 
                                  _mm512_load_si512(levels + 64)));
     found = _mm256_mask_sub_epi8(found, _mm256_movepi8_mask(codes), _mm256_setzero_si256(), found);
     _mm256_storeu_si256((void *)to, _mm256_xor_si256(found, _mm256_set1_epi8((char)128)));
+#elif defined(__AVX2__)
+    /* 16 levels at a time: a code of others gets its top bit, for which a look up finds 0. */
+    __m256i codes = _mm256_loadu_si256((const void *)from), found = _mm256_setzero_si256();
+    __m256i unsigned_codes = _mm256_and_si256(codes, _mm256_set1_epi8(127));
+    for (int i = 0; i < 128; i += 16) {
+        __m256i some = _mm256_broadcastsi128_si256(_mm_load_si128((const void *)(levels + i)));
+        __m256i at = _mm256_xor_si256(unsigned_codes, _mm256_set1_epi8((char)i));
+        at = _mm256_adds_epu8(at, _mm256_set1_epi8(127 - 15));
+        found = _mm256_or_si256(found, _mm256_shuffle_epi8(some, at));
+    }
+    found = _mm256_sign_epi8(found, codes);
+    _mm256_storeu_si256((void *)to, _mm256_xor_si256(found, _mm256_set1_epi8((char)128)));
 #else
     for (int i = 0; i < FLOAT8_GROUP; i++) {
         int level = levels[from[i] & 127];
