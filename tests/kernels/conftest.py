@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from streamer.kernels import ops, reference
+from tests.kernels.interpreter import patch_once
 
 
 @pytest.fixture(params=["torch", "native", "triton"])
@@ -58,6 +59,7 @@ def skip_without_interpreter() -> None:
 
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
         pytest.skip("the interpreter of Triton before 3.7 can't count a loop with numpy 2.4")
+    patch_once()
 
 
 @pytest.fixture

@@ -176,12 +176,24 @@ def test_a_poisoned_row_stays_alone(kernels: ops.Backend) -> None:
     assert not out[1].isfinite().any()
 
 
-NAN_OPTIONS = [{}, {"sliding_window": 60}, {"softcap": 2.0}, {"sinks": torch.tensor([9.0] * 4)}]
+NAN_OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"sliding_window": 60},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": torch.tensor([9.0] * 4)},
+}
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")  # numpy, where it interprets
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("options", NAN_OPTIONS, ids=["plain", "window", "softcap", "sinks"])
+@pytest.mark.parametrize(
+    ("bad", "options"),
+    [
+        *((torch.nan, options) for options in NAN_OPTIONS.values()),
+        (torch.inf, NAN_OPTIONS["plain"]),
+        (torch.inf, NAN_OPTIONS["softcap"]),
+    ],
+    ids=[*NAN_OPTIONS, "inf", "softcap of inf"],
+)
 @pytest.mark.parametrize("place", ["q", "k", "v"])
 def test_nan_in_q_k_or_v_is_nan_in_every_output_that_sees_it(
     kernels: ops.Backend, place: str, options: dict[str, Any], bad: float, backend: str

@@ -146,7 +146,7 @@ def test_greedy_equals_transformers(
 
 @pytest.mark.parametrize(
     ("costs", "seed"),
-    [*((SWAP, seed) for seed in range(5)), (MIXED, 1), (MIXED, 2), (RECOMPUTE, 0)],
+    [(SWAP, 0), (SWAP, 1), (MIXED, 2), (RECOMPUTE, 0)],
     ids=lambda v: (
         {id(SWAP): "swap", id(MIXED): "mixed"}.get(id(v), "recompute")
         if isinstance(v, dict)
@@ -196,9 +196,9 @@ def test_hidden_states_are_those_of_transformers(
 def test_beam_searches_beside_recorded_decodes(checkpoint: Any, reference: Any, late: Late) -> None:
     """Hypotheses wait for their candidates while other rows are a plan ahead."""
     folder = checkpoint("llama", 1, **TINY)
-    given = searches(reference(folder))[:4]
+    given = searches(reference(folder))[:2]
     late(4)
-    engine = check_searches(folder, given, costs=SWAP, num_gpu_blocks_override=40)
+    engine = check_searches(folder, given, costs=SWAP, num_gpu_blocks_override=20)
     assert engine.preemptions[0] > 0
 
 
@@ -376,9 +376,10 @@ def test_quantized_weights_stay_codes_on_the_gpu(
     from streamer.kernels.gpu.linear.packed import Packed
     from streamer.kernels.gpu.sampling import sample
 
-    folder = checkpoint("llama", 1, **{**TINY, "hidden_size": 64}, tie_word_embeddings=True)
+    small = {**TINY, "hidden_size": 64, "vocab_size": 64, "tie_word_embeddings": True}
+    folder = checkpoint("llama", 1, **small)
     sizes: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 32}
-    asks = mixed_asks(3, 2, longest=9, output=(3, 4))
+    asks: list[Ask] = [([5, 9, 40, 7, 11, 6, 30, 21, 3], 3), ([50, 4, 12], 4)]
     monkeypatch.setattr(ops, "choose", lambda device: backend)
     monkeypatch.setattr(sample, "best", backend.best)
     late()
@@ -536,7 +537,7 @@ def test_whatever_takes_the_last_memory_no_request_ends_by_it(
 
         monkeypatch.setattr(engine.runner, "launch", short)
         for i, params in enumerate(kinds):
-            engine.add(f"{rounds}.{i}", [5 + i] * 5, 6, params, stop_ids=frozenset([3]))
+            engine.add(f"{rounds}.{i}", [5 + i] * 5, 5, params, stop_ids=frozenset([3]))
             engine.step()
         engine.run()
         return {
