@@ -353,9 +353,9 @@ def test_cancel(pressed: Callable[[str, float], Gated], model: str, state: str, 
     server = pressed(model, STATES[state])
     others = []
     if state == "waiting":
+        server.gate.close_for("decode")  # both rows stay taken: each of their steps is delayed
         others = [crowd(server, 20), crowd(server, 30)]
         wait_until(server, lambda: all(o.is_started for o in others), "not started")
-        server.gate.close_for("prefill")  # both rows stay taken: each of their steps is delayed
     elif state == "prefilling":
         server.gate.close_for("prefill")
     with contextlib.ExitStack() as exits:
@@ -399,14 +399,14 @@ def test_cancel_on_a_socket(
     others: list[TokenStream] = []
 
     def before() -> None:
-        if state == "waiting":  # a steered response leaves a row, which the last of these takes
-            num_rows = server.config.max_num_seqs - (feature == "steer")
-            others.extend(crowd(server, 20) for _ in range(server.config.max_num_seqs))
-            wait_until(server, lambda: sum(o.is_started for o in others) >= num_rows, "not full")
         if state in SLOWED:
             server.gate.close_for("decode")
         elif state == "prefilling":
             server.gate.close_for("prefill")
+        if state == "waiting":  # a steered response leaves a row, which the last of these takes
+            num_rows = server.config.max_num_seqs - (feature == "steer")
+            others.extend(crowd(server, 20) for _ in range(server.config.max_num_seqs))
+            wait_until(server, lambda: sum(o.is_started for o in others) >= num_rows, "not full")
 
     with contextlib.ExitStack() as exits:
         client = OverSocket(server, exits, way.startswith("closing"), feature, before)
