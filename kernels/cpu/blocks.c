@@ -128,24 +128,33 @@ INLINE void words_of(const uint8_t *const *rows, int64_t start, int64_t stride, 
 /* float16 at byte `start` of each block, times `sign`. */
 INLINE void halves_of(const uint8_t *const *rows, int64_t start, int64_t stride, int64_t blocks,
                       float sign, int per_block, Floats *to) {
-    for (int64_t i = 0; i < blocks; i++) {
-        uint16_t bits[TILE];
-        for (int j = 0; j < TILE; j++) memcpy(bits + j, rows[j] + start + i * stride, 2);
+    for (int64_t i = 0; i < blocks; i++)
         for (int j = 0; j < TILE; j += VW) {
-            store_f32(to[i * per_block] + j, of_half((vi)load_halves(bits + j)) * sign);
+            vh bits; /* not by way of memory, where so many small stores delay what loads them */
+            for (int k = 0; k < VW; k++) {
+                uint16_t one;
+                memcpy(&one, rows[j + k] + start + i * stride, 2);
+                bits[k] = one;
+            }
+            store_f32(to[i * per_block] + j, of_half((vi)of_halves(bits)) * sign);
         }
-    }
 }
 
 #define EACH_BYTE(x) ((x) * 0x01010101u)
-#define EACH_ROW for (int j = 0; j < TILE; j++)
+/* VW rows at a time, from j on; left to itself, GCC takes one after another where VW is 8. */
+#define EACH_ROW for (int j = 0; j < TILE; j += VW)
+#define OF(words) (*(vu_any *)((words) + j))
+#define FLOATS(floats) (*(vf_any *)((floats) + j))
 
 /* In each run of `size` words the low halves of their bytes, then the high ones. */
 INLINE void nibbles(const Words *from, int size, int64_t count, Words *to) {
     for (int64_t i = 0; i < count; i++) {
         Words *low = to + i / size * 2 * size + i % size;
-        EACH_ROW low[0][j] = from[i][j] & EACH_BYTE(15u);
-        EACH_ROW low[size][j] = from[i][j] >> 4 & EACH_BYTE(15u);
+        EACH_ROW {
+            vu both = OF(from[i]);
+            OF(low[0]) = both & EACH_BYTE(15u);
+            OF(low[size]) = both >> 4 & EACH_BYTE(15u);
+        }
     }
 }
 
@@ -153,11 +162,13 @@ INLINE void nibbles(const Words *from, int size, int64_t count, Words *to) {
 INLINE void fifth_bits(const Words *bits, int64_t blocks, Words *to) {
     for (int64_t i = 0; i < blocks; i++)
         for (int n = 0; n < 8; n++)
-            EACH_ROW to[i * 8 + n][j] |=
-                ((bits[i][j] >> 4 * n & 15u) * 0x00204081u & EACH_BYTE(1u)) << 4;
+            EACH_ROW OF(to[i * 8 + n]) |=
+                ((OF(bits[i]) >> 4 * n & 15u) * 0x00204081u & EACH_BYTE(1u)) << 4;
 }
 
-#define BYTE(words, i) ((words)[(i) / 4][j] >> 8 * ((i) % 4) & 255u)
+#define BYTE(words, i) (OF((words)[(i) / 4]) >> 8 * ((i) % 4) & 255u)
+
+INLINE vf number_of(vu integer) { return __builtin_convertvector((vi)integer, vf); }
 
 /* Eight scales and offsets of 6 bits each, in the 3 words behind their factors. */
 INLINE void six_bits(const uint8_t *const *rows, int64_t stride, int64_t blocks, Columns *it) {
@@ -170,11 +181,13 @@ INLINE void six_bits(const uint8_t *const *rows, int64_t stride, int64_t blocks,
         halves_of(rows, b * stride + 2, 0, 1, -1.0f, 1, &lowest);
         for (int i = 0; i < 4; i++) {
             Floats *s = it->scales + 8 * b + i, *o = it->offsets + 8 * b + i;
-            EACH_ROW s[0][j] = d[j] * (float)(int)(BYTE(low, i) & 63);
-            EACH_ROW o[0][j] = lowest[j] * (float)(int)(BYTE(low_mins, i) & 63);
-            EACH_ROW s[4][j] = d[j] * (float)(int)((BYTE(both, i) & 15) | (BYTE(low, i) >> 2 & 48));
-            EACH_ROW o[4][j] =
-                lowest[j] * (float)(int)(BYTE(both, i) >> 4 | (BYTE(low_mins, i) >> 2 & 48));
+            EACH_ROW {
+                vu scale = BYTE(low, i), min = BYTE(low_mins, i), further = BYTE(both, i);
+                FLOATS(s[0]) = FLOATS(d) * number_of(scale & 63);
+                FLOATS(o[0]) = FLOATS(lowest) * number_of(min & 63);
+                FLOATS(s[4]) = FLOATS(d) * number_of((further & 15) | (scale >> 2 & 48));
+                FLOATS(o[4]) = FLOATS(lowest) * number_of(further >> 4 | (min >> 2 & 48));
+            }
         }
     }
 }
@@ -183,15 +196,15 @@ INLINE void six_bits(const uint8_t *const *rows, int64_t stride, int64_t blocks,
 INLINE void pairs(const Words *from, Words *to) {
     for (int part = 0; part < 8; part++)
         for (int i = 0; i < 8; i++)
-            EACH_ROW to[8 * part + i][j] =
-                from[part / 4 * 8 + i][j] >> part % 4 * 2 & EACH_BYTE(3u);
+            EACH_ROW OF(to[8 * part + i]) =
+                OF(from[part / 4 * 8 + i]) >> part % 4 * 2 & EACH_BYTE(3u);
 }
 
 /* to |= bit `part` of each byte, for 8 parts of 32 codes. */
 INLINE void further_bits(const Words *from, int shift, Words *to) {
     for (int part = 0; part < 8; part++)
         for (int i = 0; i < 8; i++)
-            EACH_ROW to[8 * part + i][j] |= (from[i][j] >> part & EACH_BYTE(1u)) << shift;
+            EACH_ROW OF(to[8 * part + i]) |= (OF(from[i]) >> part & EACH_BYTE(1u)) << shift;
 }
 
 static void q2_k(const uint8_t *const *rows, int64_t blocks, Columns *it) {
@@ -204,8 +217,11 @@ static void q2_k(const uint8_t *const *rows, int64_t blocks, Columns *it) {
         halves_of(rows, 84 * b + 80, 0, 1, 1.0f, 1, &d);
         halves_of(rows, 84 * b + 82, 0, 1, -1.0f, 1, &lowest);
         for (int i = 0; i < 16; i++) {
-            EACH_ROW it->scales[16 * b + i][j] = d[j] * (float)(int)(BYTE(s, i) & 15);
-            EACH_ROW it->offsets[16 * b + i][j] = lowest[j] * (float)(int)(BYTE(s, i) >> 4);
+            EACH_ROW {
+                vu both = BYTE(s, i);
+                FLOATS(it->scales[16 * b + i]) = FLOATS(d) * number_of(both & 15);
+                FLOATS(it->offsets[16 * b + i]) = FLOATS(lowest) * number_of(both >> 4);
+            }
         }
     }
 }
@@ -219,13 +235,13 @@ static void q3_k(const uint8_t *const *rows, int64_t blocks, Columns *it) {
         pairs(w, it->fours + 64 * b);
         further_bits(high, 2, it->fours + 64 * b);
         words_of(rows, 110 * b + 94, 0, 4, 1, s); /* two bytes before, since none are behind */
-        for (int i = 0; i < 3; i++) EACH_ROW s[i][j] = s[i][j] >> 16 | s[i + 1][j] << 16;
+        for (int i = 0; i < 3; i++) EACH_ROW OF(s[i]) = OF(s[i]) >> 16 | OF(s[i + 1]) << 16;
         halves_of(rows, 110 * b + 108, 0, 1, 1.0f, 1, &d);
         for (int i = 0; i < 16; i++)
             EACH_ROW {
-                uint32_t low = BYTE(s, i % 8) >> (i < 8 ? 0 : 4) & 15;
-                uint32_t top = BYTE(s, 8 + i % 4) >> i / 4 * 2 & 3;
-                it->scales[16 * b + i][j] = d[j] * (float)((int)(low | top << 4) - 32);
+                vu low = BYTE(s, i % 8) >> (i < 8 ? 0 : 4) & 15;
+                vu top = BYTE(s, 8 + i % 4) >> i / 4 * 2 & 3;
+                FLOATS(it->scales[16 * b + i]) = FLOATS(d) * number_of((low | top << 4) - 32);
             }
     }
 }
@@ -259,12 +275,13 @@ static void q6_k(const uint8_t *const *rows, int64_t blocks, Columns *it) {
         words_of(rows, 210 * b + 128, 0, 16, 1, high);
         nibbles(w, 16, 32, to);
         for (int i = 0; i < 64; i++)
-            EACH_ROW to[i][j] |=
-                (high[i / 32 * 8 + i % 8][j] >> i / 8 % 4 * 2 & EACH_BYTE(3u)) << 4;
+            EACH_ROW OF(to[i]) |=
+                (OF(high[i / 32 * 8 + i % 8]) >> i / 8 % 4 * 2 & EACH_BYTE(3u)) << 4;
         words_of(rows, 210 * b + 192, 0, 4, 1, s);
         halves_of(rows, 210 * b + 208, 0, 1, 1.0f, 1, &d);
         for (int i = 0; i < 16; i++)
-            EACH_ROW it->scales[16 * b + i][j] = d[j] * (float)(int8_t)BYTE(s, i);
+            EACH_ROW FLOATS(it->scales[16 * b + i]) =
+                FLOATS(d) * number_of((BYTE(s, i) ^ 128) - 128); /* signed */
     }
 }
 
@@ -287,7 +304,7 @@ static void q5_small(const uint8_t *const *rows, int64_t start, int64_t stride, 
 /* 2 ** (e - 127) / 2 by the byte that begins a block: below 2, a subnormal number. */
 static void exponents(const uint8_t *const *rows, int64_t stride, int64_t blocks, Floats *to) {
     for (int64_t i = 0; i < blocks; i++)
-        EACH_ROW {
+        for (int j = 0; j < TILE; j++) {
             uint32_t e = rows[j][i * stride];
             union { uint32_t u; float f; } bits = {e < 2 ? 0x200000u << e : (e - 1) << 23};
             to[i][j] = bits.f;
@@ -313,14 +330,14 @@ static void blocks_of(int64_t format, const uint8_t *const *rows, int64_t n, Col
         return;
     case Q8_0:
         words_of(rows, 2, 34, 8, n, it->fours);
-        for (int64_t i = 0; i < 8 * n; i++) EACH_ROW it->fours[i][j] ^= EACH_BYTE(128u);
+        for (int64_t i = 0; i < 8 * n; i++) EACH_ROW OF(it->fours[i]) ^= EACH_BYTE(128u);
     }
     halves_of(rows, 0, stride, n, 1.0f, 1, it->scales);
     if (format == Q4_1 || format == Q5_1) halves_of(rows, 2, stride, n, 1.0f, 1, it->offsets);
 }
 
 /* 4 codes a byte each of the low 16 bits. */
-INLINE uint32_t halves_apart(uint32_t x) {
+INLINE vu halves_apart(vu x) {
     x = (x | x << 8) & 0x00ff00ffu;
     return (x | x << 4) & EACH_BYTE(15u);
 }
@@ -330,13 +347,13 @@ static void plain_codes(int64_t layout, const uint8_t *const *rows, Words *to) {
     if (layout != NIBBLES_LAYOUT) {
         words_of(rows, 0, 64, 16, COLUMNS / 64, to);
         for (int64_t i = 0; layout == SIGNED_LAYOUT && i < COLUMNS / 4; i++)
-            EACH_ROW to[i][j] ^= EACH_BYTE(128u);
+            EACH_ROW OF(to[i]) ^= EACH_BYTE(128u);
         return;
     }
     words_of(rows, 0, 64, 16, COLUMNS / 128, w);
     for (int64_t i = 0; i < COLUMNS / 8; i++) {
-        EACH_ROW to[2 * i][j] = halves_apart(w[i][j] & 0xffff);
-        EACH_ROW to[2 * i + 1][j] = halves_apart(w[i][j] >> 16);
+        EACH_ROW OF(to[2 * i]) = halves_apart(OF(w[i]) & 0xffff);
+        EACH_ROW OF(to[2 * i + 1]) = halves_apart(OF(w[i]) >> 16);
     }
 }
 

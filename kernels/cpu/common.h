@@ -109,13 +109,15 @@ INLINE void store_i32(void *p, vi x) { *(vi_any *)p = x; }
 
 /* 16 bits each, as integers. As conversions of vectors GCC 12 makes these and the two below of
  * halves, or of single numbers. */
-INLINE vu load_halves(const void *p) {
+INLINE vu of_halves(vh halves) {
 #if VW == 8
-    return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+    return (vu)_mm256_cvtepu16_epi32((__m128i)halves);
 #else
-    return __builtin_convertvector(*(const vh_any *)p, vu);
+    return __builtin_convertvector(halves, vu);
 #endif
 }
+
+INLINE vu load_halves(const void *p) { return of_halves(*(const vh_any *)p); }
 
 /* Integers below 2**16. */
 INLINE void store_halves(void *p, vu x) {

@@ -23,7 +23,13 @@ INLINE vf of_half(vi h) {
 INLINE vf magnitude(vf x) { return (vf)((vi)x & 0x7fffffff); }
 
 INLINE int any_of(vi x) {
+#if VW == 16
+    return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0;
+#elif VW == 8
+    return !_mm256_testz_si256((__m256i)x, (__m256i)x);
+#else
     int32_t any = 0;
     for (int i = 0; i < VW; i++) any |= x[i];
     return any != 0;
+#endif
 }

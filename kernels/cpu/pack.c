@@ -118,12 +118,13 @@ INLINE void pack_sixteen(char *to, const Words *c, int bits) {
         return;
     }
     const uint32_t low = 0x0f0f0f0f, high = 0x03030303;
-    for (int64_t j = 0; j < TILE; j++) {
-        out[j] = (c[0][j] & low) | (c[1][j] & low) << 4;
-        out[TILE + j] = (c[2][j] & low) | (c[3][j] & low) << 4;
+    EACH_ROW {
+        vu four[4] = {OF(c[0]), OF(c[1]), OF(c[2]), OF(c[3])};
+        OF(out) = (four[0] & low) | (four[1] & low) << 4;
+        OF(out + TILE) = (four[2] & low) | (four[3] & low) << 4;
         if (bits == 6)
-            out[2 * TILE + j] = (c[0][j] >> 4 & high) | (c[1][j] >> 4 & high) << 2 |
-                                (c[2][j] >> 4 & high) << 4 | (c[3][j] >> 4 & high) << 6;
+            OF(out + 2 * TILE) = (four[0] >> 4 & high) | (four[1] >> 4 & high) << 2 |
+                                 (four[2] >> 4 & high) << 4 | (four[3] >> 4 & high) << 6;
     }
 }
 
@@ -156,9 +157,11 @@ INLINE void put_zeros(uint8_t *to, const Op *op, const Columns *it, int64_t g) {
     for (int j = 0; j < VW; j++) to[j] = (uint8_t)(zeros[j] | zeros[j + VW] << 4);
 }
 
+/* Whether the largest weights of such scales are numbers. */
 INLINE int are_finite(const float *x) {
     vi strange = {0};
-    for (int j = 0; j < TILE; j += VW) strange |= ~(magnitude(load_f32(x + j)) < INFINITY);
+    for (int j = 0; j < TILE; j += VW)
+        strange |= ~(magnitude(load_f32(x + j)) * 256.0f < INFINITY);
     return !any_of(strange);
 }
 

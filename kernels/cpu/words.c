@@ -65,10 +65,8 @@ static void whole_words(const Stored *s, const Outputs *o, int64_t first, int64_
             vu w = *(const vu_any *)from, both[2] = {w & 0xffff, w >> 16};
             __builtin_prefetch(from + min_int(LATER / columns, end - 1 - k) * s->beside, 0, 2);
             if (columns == 4) *(vu_any *)(to[0] + half) = w;
-            for (int i = 0; columns == 8 && i < 2; i++) { /* as halves_apart */
-                vu four = (both[i] | both[i] << 8) & 0x00ff00ffu;
-                *(vu_any *)(to[i] + half) = (four | four << 4) & EACH_BYTE(15u);
-            }
+            for (int i = 0; columns == 8 && i < 2; i++)
+                *(vu_any *)(to[i] + half) = halves_apart(both[i]);
         }
 }
 
