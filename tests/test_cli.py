@@ -211,6 +211,17 @@ def test_a_streamer_error_is_1_without_a_traceback(
     assert "Traceback" not in output
 
 
+def test_names_in_files_give_the_terminal_no_orders(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise StreamerError("the tensor \x1b]0;é\x07 is\nmisshapen")
+
+    monkeypatch.setattr("streamer.cli.doctor.run", fail)
+    assert main(["doctor"]) == 1
+    assert "the tensor \\x1b]0;é\\x07 is\nmisshapen" in capsys.readouterr().err
+
+
 def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> int:
         raise KeyboardInterrupt

@@ -139,7 +139,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
         finally:
             signal.signal(signal.SIGTERM, before)
     show(results, args, console)
-    console.out(f"Written to {out}")
+    if out.exists():
+        console.out(f"Written to {out}")
     return OK if results.samples else FAILED
 
 
@@ -154,6 +155,8 @@ def choose(names: Sequence[str], places: Places, console: Console) -> tuple[Engi
     missing = [engine for engine in requested if not places.is_installed(engine)]
     for engine in missing:
         console.out(f"Left out, not installed: {engine.name} (--install {engine.home})")
+    if len(missing) == len(requested):
+        raise ConfigError("--engines: none of these is installed", param="engines")
     return tuple(engine for engine in requested if engine not in missing)
 
 

@@ -81,9 +81,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
     known = schemes()
     names = args.formats or list(known)
     if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"--formats: {unknown[0]} is none of {', '.join(known)}", param="formats")
-    if min(args.layers, args.repeats) < 1:
-        raise ConfigError("--layers and --repeats must be at least 1", param="layers")
+        raise ConfigError(f"--formats: {unknown[0]} is none of: {'; '.join(known)}", param="formats")
+    for name in ("layers", "repeats", "threads"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise ConfigError(f"--{name} must be at least 1", param=name)
     threads = args.threads or torch.get_num_threads()
     ops.for_cpu().set_threads(threads)
     torch.set_num_threads(1)  # as where a model is loaded

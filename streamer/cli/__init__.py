@@ -125,4 +125,6 @@ def _run(name: str, words: list[str]) -> int:
 def _plain(text: str) -> str:
     from rich.markup import escape
 
-    return escape(text)
+    from streamer.cli.console import printable
+
+    return escape(printable(text))

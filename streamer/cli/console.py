@@ -1,4 +1,5 @@
-"""The only place that makes the command line's consoles: lines wrap only on a terminal.
+"""The command line's consoles, which are made only here, and what is safe to print on them: lines
+wrap only on a terminal.
 
 rich takes a file or a pipe for a terminal of 80 columns, which would cut the lines of logs.
 """
@@ -22,3 +23,8 @@ def new_console(*, stderr: bool = False) -> Console:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = UNWRAPPED
     return console
+
+
+def printable(text: str) -> str:
+    """Text of files and requests, whose control characters a terminal would obey: as escapes."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

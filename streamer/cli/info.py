@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from streamer.cli.arguments import UsageError, add_config_flags, config_from
+from streamer.cli.console import printable
 from streamer.errors import StreamerError
 
 if TYPE_CHECKING:
@@ -45,10 +46,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
         facts = msgspec.structs.replace(facts, refused=_fault_of_tokenizer(path, config))
     for name, text in rows(facts, config):
         console.print(f"{name:>14}  ", end="", style="dim")
-        console.print(text, markup=False, soft_wrap=True)
+        console.print(printable(text), markup=False, soft_wrap=True)
     if facts.refused:
         console.print(f"{'refused':>14}  ", end="", style="red")
-        console.print(facts.refused, markup=False, soft_wrap=True)
+        console.print(printable(facts.refused), markup=False, soft_wrap=True)
     return 1 if facts.refused else 0
 
 

@@ -282,8 +282,9 @@ def _add_ends(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
             if PREFIX + flag in vocabulary.metadata:
                 raise _wrong(PREFIX + flag, f"there is no {name}")
             continue
-        used.append((token, vocabulary.ids[token]))
-        template = [token, *template] if name == "bos_token" else [*template, token]
+        # By the role: a token's own text may be one that templates are written in.
+        used.append({"id": name, "ids": [vocabulary.ids[token]], "tokens": [token]})
+        template = [name, *template] if name == "bos_token" else [*template, name]
     if used:
         backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=used)
 

@@ -86,9 +86,9 @@ def write(file: Path, add: Callable[[gguf.GGUFWriter], None]) -> Path:
     return file
 
 
-def write_byte_level(file: Path, pre: str, **more: Any) -> Path:
+def write_byte_level(file: Path, pre: str, begin: str = "<|begin|>", **more: Any) -> Path:
     tokens, merges = byte_level(pre)
-    special = ["<|im_start|>", "<|im_end|>", "<|begin|>"]
+    special = ["<|im_start|>", "<|im_end|>", begin]
 
     def add(writer: gguf.GGUFWriter) -> None:
         writer.add_tokenizer_model("gpt2")
@@ -224,6 +224,14 @@ def test_begin_and_end_tokens_as_the_file_or_its_kind_wants_them(tmp_path: Path)
     assert ends("qwen2") == (False, False)
     assert ends("llama-bpe", add_add_bos_token=False) == (False, False)
     assert ends("qwen2", add_add_bos_token=True, add_add_eos_token=True) == (True, True)
+
+
+@pytest.mark.parametrize("begin", ["$A", "$B", "$1", "$A:1", "bos_token", "eos_token"])
+def test_a_begin_token_may_have_any_text(tmp_path: Path, begin: str) -> None:
+    """One that post-processors take for a part of the text would be the text once more."""
+    own = ours(write_byte_level(tmp_path / "a.gguf", "llama-bpe", begin, add_add_eos_token=True))
+    plain = ours(write_byte_level(tmp_path / "b.gguf", "llama-bpe", add_add_eos_token=True))
+    assert own.encode("abc") == plain.encode("abc")
 
 
 def test_special_tokens_are_special_and_the_users_own_are_text(tmp_path: Path) -> None:

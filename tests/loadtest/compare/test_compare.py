@@ -79,6 +79,8 @@ def test_missing_engines_are_named(tmp_path: Path, capsys: pytest.CaptureFixture
     found = compare.choose(["streamer", "vllm"], Places(tmp_path), Console(soft_wrap=True))
     assert found == (OURS,)
     assert "vllm" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="none of these is installed"):
+        compare.choose(["vllm"], Places(tmp_path), Console())
 
 
 def test_pools_have_the_same_bytes(tmp_path: Path) -> None:
