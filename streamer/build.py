@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from functools import cache
+from glob import escape
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -256,12 +257,14 @@ def _fetch_gguf(model: str, revision: str | None, quantization: str) -> Path:
 
     from streamer.model.gguf.config import architecture_of
     from streamer.model.gguf.header import peek
-    from streamer.model.gguf.names import choose_file, split_files
+    from streamer.model.gguf.names import choose_file, files_of
 
-    chosen = choose_file(_gguf_files(model, revision), model, quantization)
+    listed = _gguf_files(model, revision)
+    chosen = choose_file(listed, model, quantization)
+    patterns = [escape(name) for name in files_of(chosen, listed, model)]
     if known := peek(_first_bytes(f"{model}/{chosen}", revision)):
         architecture_of(known)
-    folder = snapshot_download(model, revision=revision, allow_patterns=split_files(chosen))
+    folder = snapshot_download(model, revision=revision, allow_patterns=patterns)
     return Path(folder, chosen)
 
 

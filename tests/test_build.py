@@ -211,6 +211,27 @@ def test_the_file_of_a_quantization_is_fetched_or_found_in_the_cache(
         resolve_model(Config(model="some/model:Q5_0"))
 
 
+def test_all_files_of_a_split_model_are_asked_for_by_name_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As patterns that mean these names alone; what is not listed is missed before a download."""
+    hub = Hub(tmp_path, monkeypatch)
+    hub.names = [f"[x]*-Q4_K_M-0000{i}-of-00002.gguf" for i in (1, 2)]
+    resolve_model(Config(model="some/model:Q4_K_M"))
+    ((_, given),) = hub.downloads
+    patterns = given["allow_patterns"]
+    assert [[fnmatch(n, p) for n in hub.names] for p in patterns] == [[True, False], [False, True]]
+    assert not any(fnmatch("x and more-Q4_K_M-00001-of-00002.gguf", p) for p in patterns)
+
+    hub.names = ["x-Q4_K_M-00001-of-00003.gguf", "x-Q4_K_M-00003-of-00003.gguf"]
+    with pytest.raises(ConfigError, match=r"lacks 1 of 3 files: x-Q4_K_M-00002-of-00003\.gguf"):
+        resolve_model(Config(model="some/model:Q4_K_M"))
+    hub.names = ["x-Q4_K_M-00001-of-99999.gguf"]
+    with pytest.raises(ModelNotSupported, match="at most 1000"):
+        resolve_model(Config(model="some/model:Q4_K_M"))
+    assert len(hub.downloads) == 1
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
 def test_an_architecture_is_refused_before_its_weights_are_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str

@@ -65,7 +65,7 @@ def open_gguf(path: Path) -> GgufFacts:
 
 def _others(path: Path, first: Header, room: Room) -> dict[str, Header]:
     """Headers of the other files of a split model, by name; none where there is one file."""
-    count = _number(first, "split.count", 1)
+    count = _number(path.name, first, "split.count", 1)
     files = split_files(path.name)
     if count <= 1 and len(files) == 1:
         return {}
@@ -84,12 +84,12 @@ def _others(path: Path, first: Header, room: Room) -> dict[str, Header]:
             f"{path.parent} lacks {len(missing)} of {count} files: {', '.join(missing[:8])}",
             param="model",
         )
-    found = {name: read_header(path.parent / name, room=room) for name in files[1:]}
-    for number, (name, header) in enumerate([(path.name, first), *found.items()]):
-        for key, expected in (("split.no", number), ("split.count", count)):
-            if (stated := _number(header, key)) != expected:
-                raise ModelNotSupported(f"{name}: {key}: {stated}, not {expected}", param=key)
-    stated = _number(first, "split.tensors.count")
+    _check_part(path.name, first, 0, count)
+    found: dict[str, Header] = {}
+    for number, name in enumerate(files[1:], 1):
+        found[name] = read_header(path.parent / name, room=room)
+        _check_part(name, found[name], number, count)
+    stated = _number(path.name, first, "split.tensors.count")
     held = len(first.tensors) + sum(len(header.tensors) for header in found.values())
     if stated != held:
         raise ModelNotSupported(
@@ -99,10 +99,17 @@ def _others(path: Path, first: Header, room: Room) -> dict[str, Header]:
     return found
 
 
-def _number(header: Header, key: str, default: int | None = None) -> int:
+def _check_part(file: str, header: Header, number: int, count: int) -> None:
+    """That a file of a split model is the one its name says."""
+    for key, expected in (("split.no", number), ("split.count", count)):
+        if (stated := _number(file, header, key)) != expected:
+            raise ModelNotSupported(f"{file}: {key}: {stated}, not {expected}", param=key)
+
+
+def _number(file: str, header: Header, key: str, default: int | None = None) -> int:
     value: Any = header.metadata.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ModelNotSupported(f"{key}: {str(value)[:100]} is no whole number", param=key)
+        raise ModelNotSupported(f"{file}: {key}: {str(value)[:100]} is no whole number", param=key)
     return value
 
 

@@ -12,12 +12,13 @@ in a header of 0.8 MB after 8 s (on a busy machine, 2026-11-23). Of true files b
 
 from __future__ import annotations
 
+import io
 import math
 import struct
 from collections.abc import Container
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -28,6 +29,7 @@ VERSIONS = (2, 3)  # version 1 counted in 32 bits; its few files are of 2023
 # Of one file, or of all files of a split model together. Gemma's 262,144 tokens and their merges
 # take 16 MB; a string of them some 60 bytes of memory more.
 MAX_HEADER_BYTES = 64 << 20
+STEP_BYTES = 1 << 20  # read at first, and then twice as many: of most files of a split model enough
 MAX_ITEMS = 4 << 20  # of all arrays together
 MAX_PAIRS = 1 << 16
 MAX_TENSORS = 1 << 18
@@ -122,8 +124,17 @@ class Room(msgspec.Struct):
     tensors: int = MAX_TENSORS
 
 
+class Unread(msgspec.Struct, frozen=True):
+    """An array that was not asked for: no number, so that a reader of one refuses it."""
+
+    num_items: int
+
+    def __str__(self) -> str:
+        return f"[{self.num_items} items]"
+
+
 class Header(msgspec.Struct, frozen=True):
-    """What a file says of itself; of arrays that were not asked for, their length."""
+    """What a file says of itself; arrays that were not asked for are Unread."""
 
     metadata: dict[str, Any]
     tensors: tuple[TensorPlace, ...]
@@ -148,15 +159,14 @@ def read_header(path: Path, arrays: Container[str] = (), room: Room | None = Non
     try:
         size = path.stat().st_size
         with path.open("rb") as f:
-            data = f.read(min(size, room.bytes))
+            return _Reader(path, f, size, arrays, room).header()
     except OSError as e:
         raise ModelNotSupported(f"{path} can't be read: {e}", param="model") from e
-    return _Reader(path, data, size, arrays, room).header()
 
 
 def peek(start: bytes) -> dict[str, Any]:
     """The metadata in the first bytes of a file, as far as they go; empty if it is no GGUF."""
-    reader = _Reader(Path("a file"), start, MAX_HEADER_BYTES, (), Room())
+    reader = _Reader(Path("a file"), io.BytesIO(start), MAX_HEADER_BYTES, (), Room())
     metadata: dict[str, Any] = {}
     with suppress(ModelNotSupported):
         _, num_pairs = reader.counts()
@@ -168,10 +178,11 @@ class _Reader:
     """Reads fields one after the other; `_at` never passes the end of `_data`."""
 
     def __init__(
-        self, path: Path, data: bytes, size: int, arrays: Container[str], room: Room
+        self, path: Path, file: BinaryIO, size: int, arrays: Container[str], room: Room
     ) -> None:
         self._path = path
-        self._data = data
+        self._file = file
+        self._data = b""  # what was read of it
         self._size = size
         self._arrays = arrays
         self._room = room
@@ -234,9 +245,9 @@ class _Reader:
         is_read = key in self._arrays or not key.startswith("tokenizer.")
         if kind == _STRING:
             strings = self._strings(key, count, is_read)
-            return strings if is_read else count
+            return strings if is_read else Unread(count)
         raw = self._take(count * width, key)
-        return list(struct.unpack(f"<{count}{_SCALARS[kind]}", raw)) if is_read else count
+        return list(struct.unpack(f"<{count}{_SCALARS[kind]}", raw)) if is_read else Unread(count)
 
     def _strings(self, key: str, count: int, is_read: bool) -> list[str]:
         """`count` strings, or none where only their end is needed."""
@@ -244,15 +255,15 @@ class _Reader:
         data, at, length_at = self._data, self._at, _U64.unpack_from
         try:
             for _ in range(count):
+                if at + 8 > len(data):
+                    data = self._up_to(at + 8, key)
                 (length,) = length_at(data, at)
                 end = at + 8 + length
                 if end > len(data):
-                    raise self._ends(key, end)
+                    data = self._up_to(end, key)
                 if is_read:
                     found.append(data[at + 8 : end].decode())
                 at = end
-        except struct.error as e:
-            raise self._ends(key, at + 8) from e
         except UnicodeDecodeError as e:
             raise self._wrong(key, f"string {len(found)} is no UTF-8") from e
         self._at = at
@@ -335,11 +346,20 @@ class _Reader:
 
     def _take(self, num_bytes: int, field: str) -> bytes:
         end = self._at + num_bytes
-        if end > len(self._data):
-            raise self._ends(field, end)
-        taken = self._data[self._at : end]
+        taken = self._up_to(end, field)[self._at : end]
         self._at = end
         return taken
+
+    def _up_to(self, end: int, field: str) -> bytes:
+        """The file's beginning, `end` bytes or more; what is missing of them is read."""
+        most = min(self._size, self._room.bytes)
+        while end > len(self._data):
+            step = min(max(STEP_BYTES, len(self._data)), most - len(self._data))
+            more = self._file.read(step) if end <= most else b""
+            if not more:
+                raise self._ends(field, end)
+            self._data += more
+        return self._data
 
     def _ends(self, field: str, end: int) -> ModelNotSupported:
         if self._size > self._room.bytes:

@@ -19,6 +19,7 @@ from streamer.model.gguf.header import FORMATS, Room, read_header
 from streamer.model.inspect import recognize
 from streamer.model.layers import has_bf16
 from streamer.model.loader import load_decoder
+from streamer.tokenizer.gguf import ARRAYS, from_metadata
 from tests.checkpoints import reference_logits, reference_model
 from tests.model.gguf_files import Kind, add_bytes, write_gguf
 from tests.model.hand import paged_logits
@@ -136,6 +137,55 @@ def test_a_split_model_is_read_from_its_first_file(
     files[2].unlink()
     with pytest.raises(ModelNotSupported, match=r"lacks 1 of 3 files: m-00003-of-00003\.gguf"):
         open_checkpoint(files[0])
+
+
+def test_a_split_models_files_are_refused_by_the_first_that_is_another(
+    checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before those after it are read; and too many before any is looked for."""
+    folder = Path(shutil.copytree(checkpoint("llama", 1, **SIZES), tmp_path / "m"))
+    write_gguf(folder, tmp_path / "m.gguf", split_max_tensors=8)
+    files = sorted(tmp_path.glob("m-*.gguf"))
+    shutil.copy(files[2], files[1])
+    seen: list[Path] = []
+
+    def read(path: Path, *given: Any, **named: Any) -> Any:
+        seen.append(path)
+        return read_header(path, *given, **named)
+
+    monkeypatch.setattr("streamer.model.gguf.checkpoint.read_header", read)
+    with pytest.raises(ModelNotSupported, match=r"^m-00002-of-00003\.gguf: split\.no: 2, not 1"):
+        open_checkpoint(files[0])
+    assert seen == files[:2]
+    write_gguf(folder, files[1])  # of a model in one file
+    with pytest.raises(ModelNotSupported, match=r"^m-00002-.*: split\.no: None is no whole number"):
+        open_checkpoint(files[0])
+    many = shutil.copy(files[0], tmp_path / "m-00001-of-01001.gguf")
+    with pytest.raises(ModelNotSupported, match="one of 1001 files of a model; at most 1000"):
+        open_checkpoint(many)
+
+
+def test_a_name_of_no_files_is_a_whole_models(checkpoint: Any, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint("llama", 1, **SIZES), tmp_path / "m"))
+    file = write_gguf(folder, tmp_path / "m-00001-of-00000.gguf")
+    assert recognize(open_checkpoint(file), "auto").decoder is not None
+
+
+def test_an_array_in_place_of_a_tokens_id_is_refused(checkpoint: Any, tmp_path: Path) -> None:
+    """It was its length, and so the id of some token."""
+    folder = Path(shutil.copytree(checkpoint("llama", 1, **SIZES), tmp_path / "m"))
+    key = "tokenizer.ggml.eos_token_id"
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        add_bytes(writer)
+        del writer.kv_data[0][key]
+        writer.add_array(key, [9] * 5)
+
+    file = write_gguf(folder, tmp_path / "m.gguf", add=add)
+    for read in (open_checkpoint, lambda f: from_metadata(read_header(f, ARRAYS).metadata)):
+        with pytest.raises(ModelNotSupported, match=r"there is no token \[5 items\]") as refusal:
+            read(file)
+        assert refusal.value.param == key
 
 
 def test_more_tokens_than_rows_of_the_embedding_are_refused(
