@@ -81,7 +81,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
     known = schemes()
     names = args.formats or list(known)
     if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"--formats: {unknown[0]} is none of: {'; '.join(known)}", param="formats")
+        raise ConfigError(
+            f"--formats: {unknown[0]} is none of: {'; '.join(known)}", param="formats"
+        )
     for name in ("layers", "repeats", "threads"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ConfigError(f"--{name} must be at least 1", param=name)

@@ -148,6 +148,7 @@ def recognize(checkpoint: Checkpoint, dtype_setting: str, device: torch.device =
     )
     if is_ours:
         decoder = parse_config(checkpoint.config)
+        _check_heads(device, decoder.head_dim, decoder.num_heads, decoder.num_kv_heads)
         matrices = check_tensors(checkpoint, decoder)
         shapes = [shape for _, shape in expected_tensors(decoder)]
         return Recognized(
@@ -167,6 +168,7 @@ def recognize(checkpoint: Checkpoint, dtype_setting: str, device: torch.device =
     from streamer.model.fallback import examine  # transformers' modelling code, only where needed
 
     shape = examine(checkpoint)
+    _check_heads(device, shape.head_dim)
     if checkpoint.quantization is not None:
         raise ConfigError(
             f"quantization {checkpoint.quantization}: {shape.architecture} runs on transformers' "
@@ -187,6 +189,26 @@ def recognize(checkpoint: Checkpoint, dtype_setting: str, device: torch.device =
         head_dim=shape.head_dim,
         model_limit=shape.model_limit,
     )
+
+
+def _check_heads(device: torch.device, head_dim: int, heads: int = 1, kv_heads: int = 1) -> None:
+    """ModelNotSupported for what the native kernels have no room for, where it is they that serve.
+    How many query heads a fallback has is not known."""
+    if device.type != "cpu" or ops.why_not_native():
+        return
+    from streamer.kernels.cpu.native import MAX_HEAD, MAX_SHARE
+
+    otherwise = "with the native kernels; STREAMER_KERNELS=torch has no such limit"
+    if head_dim > MAX_HEAD:
+        raise ModelNotSupported(
+            f"head_dim {head_dim}: it can be at most {MAX_HEAD} {otherwise}", param="head_dim"
+        )
+    if heads > MAX_SHARE * kv_heads:
+        raise ModelNotSupported(
+            f"num_attention_heads {heads}, num_key_value_heads {kv_heads}: at most {MAX_SHARE} "
+            f"attention heads can share a key-value head {otherwise}",
+            param="num_attention_heads",
+        )
 
 
 def _weight_bytes(
@@ -222,7 +244,7 @@ def inspect_checkpoint(path: str | Path, config: Config | None = None) -> Checkp
             architecture=architecture_of(checkpoint.config),
             stored_as=checkpoint.stored_as,
             stored_bytes=checkpoint.stored_bytes,
-            num_parameters=sum(t.num_elements for t in checkpoint.tensors.values()),
+            num_parameters=_num_parameters(checkpoint),
             eos_token_ids=eos_token_ids(checkpoint),
         )
         known = recognize(checkpoint, config.dtype, device)
@@ -255,6 +277,20 @@ def inspect_checkpoint(path: str | Path, config: Config | None = None) -> Checkp
         fitting_tokens=pools.num_blocks * config.block_size,
         limited_by=pools.limited_by,
     )
+
+
+def _num_parameters(checkpoint: Checkpoint) -> int:
+    """Before the checkpoint is recognized: of the config where matrices are packed, whose tensors
+    have fewer elements, else as stored; 0 where it can't be known."""
+    config = checkpoint.config
+    try:
+        if not parse_quantization(config).method:
+            return sum(tensor.num_elements for tensor in checkpoint.tensors.values())
+        if architecture_of(config) not in FAMILIES:
+            return 0
+        return sum(math.prod(shape) for _, shape in expected_tensors(parse_config(config)))
+    except StreamerError:
+        return 0
 
 
 def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:

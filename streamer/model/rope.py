@@ -16,6 +16,7 @@ from streamer.errors import ModelNotSupported
 from streamer.model.fields import MAX_SIZE, Fields
 
 DEFAULT_THETA = 10_000.0
+MAX_DIM = 1 << 16  # of a head; models have 32 to 512
 PLAIN = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
 SCALED = PLAIN | {"factor", "original_max_position_embeddings"}
 KNOWN_FIELDS: dict[str, set[str]] = {
@@ -94,6 +95,10 @@ def parse_rope(config: dict[str, Any], head_dim: int, max_positions: int) -> Rop
         )
     if head_dim % 2:
         raise ModelNotSupported(f"head_dim {head_dim} is odd", param="head_dim")
+    if head_dim > MAX_DIM:
+        raise ModelNotSupported(
+            f"head_dim {head_dim}: heads can have at most {MAX_DIM} elements", param="head_dim"
+        )
     plain = RopeConfig(dim=head_dim, theta=read.number("rope_theta", DEFAULT_THETA), limit=0)
     scaled = _scaled(plain, kind, read, config, max_positions)
     if scaled.limit > MAX_SIZE:
@@ -101,7 +106,31 @@ def parse_rope(config: dict[str, Any], head_dim: int, max_positions: int) -> Rop
             f"rope_scaling makes a context of {scaled.limit} tokens, at most {MAX_SIZE} can be",
             param="rope_scaling",
         )
+    if not _is_finite(scaled):
+        raise _not_finite(scaled)
     return scaled
+
+
+def _is_finite(rope: RopeConfig) -> bool:
+    """Whether every angle up to the limit is a number; every logit is NaN where one is not."""
+    try:
+        angles = inverse_frequencies(rope) * rope.limit
+    except ArithmeticError:
+        return False
+    return bool(angles.isfinite().all())
+
+
+def _not_finite(rope: RopeConfig) -> ModelNotSupported:
+    """The error that names the field without which angles were finite."""
+    what = "rotary angles that are not finite numbers"
+    plain = RopeConfig(dim=rope.dim, limit=rope.limit)
+    for name in ("theta", "factor", "beta_fast", "beta_slow", "low_freq_factor"):
+        if _is_finite(msgspec.structs.replace(rope, **{name: getattr(plain, name)})):
+            field = "rope_theta" if name == "theta" else name
+            why = f"{field} {getattr(rope, name)} gives {what}"
+            return ModelNotSupported(f"rope type {rope.kind!r}: {why}", param=field)
+    field = "factors" if rope.kind == "factors" else "rope_scaling"
+    return ModelNotSupported(f"rope type {rope.kind!r}: {field} gives {what}", param=field)
 
 
 def _scaled(

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from streamer.config import Config
+from streamer.errors import ModelNotSupported
 from streamer.kernels import ops
 from streamer.model import loader, memory
 from streamer.model.checkpoint import open_checkpoint
@@ -106,6 +107,55 @@ def test_a_refusal_is_a_fact(folder: Path) -> None:
 def test_a_refusal_is_cut(folder: Path, fields: dict[str, object]) -> None:
     edit_config(folder, **fields)
     assert 0 < len(inspect_checkpoint(folder).refused) < 2100
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "param", "says"),
+    [
+        ("llama", {"head_dim": 1026}, "head_dim", "head_dim 1026: it can be at most 1024"),
+        (
+            "llama",
+            {
+                "num_attention_heads": 129,
+                "num_key_value_heads": 1,
+                "head_dim": 2,
+                "hidden_size": 129,
+            },
+            "num_attention_heads",
+            "num_attention_heads 129, num_key_value_heads 1: at most 128",
+        ),
+        (
+            "gpt2",
+            {"n_embd": 1026, "n_head": 1, "n_layer": 1, "n_inner": 8},
+            "head_dim",
+            "head_dim 1026: it can be at most 1024",
+        ),
+    ],
+)
+def test_heads_beyond_the_native_kernels_are_refused_where_those_serve(
+    checkpoint: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    sizes: dict[str, int],
+    param: str,
+    says: str,
+) -> None:
+    """Not by their ValueError, at load or at the first request."""
+    folder = checkpoint(family, 1, **sizes)
+    monkeypatch.delenv("STREAMER_KERNELS", raising=False)
+    assert says in inspect_checkpoint(folder, Config(device="cpu")).refused
+    with pytest.raises(ModelNotSupported, match=says) as error:
+        recognize(open_checkpoint(folder), "auto")
+    assert error.value.param == param
+    monkeypatch.setenv("STREAMER_KERNELS", "torch")
+    assert recognize(open_checkpoint(folder), "auto").num_layers
+
+
+def test_heads_at_the_limits_of_the_native_kernels(checkpoint: Any) -> None:
+    heads = {"num_attention_heads": 128, "num_key_value_heads": 1, "hidden_size": 128}
+    for sizes in ({**heads, "head_dim": 2}, {"head_dim": 1024}):
+        known = recognize(open_checkpoint(checkpoint("llama", 1, **sizes)), "auto")
+        assert known.head_dim == sizes["head_dim"]
 
 
 def test_too_little_memory_is_a_fact(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

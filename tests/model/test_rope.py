@@ -95,6 +95,18 @@ def test_null_scaling_is_none() -> None:
         ({**LLAMA3, "low_freq_factor": 4.0}, "low_freq_factor", "below high_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "0.5"),
         ({"full_attention": {"rope_type": "default"}}, "rope_parameters", "full_attention"),
+        ({**YARN, "rope_theta": 1.0}, "rope_theta", "rope_theta 1.0 gives rotary angles"),
+        ({**YARN, "beta_fast": 1e-310}, "beta_fast", "beta_fast 1e-310 gives"),
+        ({**YARN, "beta_slow": 1e-310}, "beta_slow", "beta_slow 1e-310 gives"),
+        ({**YARN, "beta_fast": 1e-310, "truncate": False}, "beta_fast", "beta_fast 1e-310 gives"),
+        ({**YARN, "beta_fast": 1e-310, "beta_slow": 1e-310}, "rope_scaling", "not finite"),
+        ({**YARN, "factor": 1e-45}, "factor", "factor 1e-45 gives"),
+        ({**LLAMA3, "factor": 1e-45}, "factor", "factor 1e-45 gives"),
+        ({"rope_theta": 1e-300}, "rope_theta", "rope_theta 1e-300 gives"),
+        ({"rope_theta": 5e-324}, "rope_theta", "rope_theta 5e-324 gives"),
+        ({"rope_type": "linear", "factor": 1e-45}, "factor", "factor 1e-45 gives"),
+        ({"rope_type": "linear", "factor": 1e-38}, "factor", "factor 1e-38 gives"),
+        ({"rope_type": "factors", "factors": [1e-45] * 32}, "factors", "factors gives"),
     ],
 )
 def test_refusals(fields: dict[str, Any], param: str, says: str) -> None:
@@ -102,3 +114,17 @@ def test_refusals(fields: dict[str, Any], param: str, says: str) -> None:
     with pytest.raises(ModelNotSupported, match=says) as error:
         parse_rope({"rope_scaling": fields}, 64, 2048)
     assert error.value.param == param
+
+
+def test_strange_numbers_that_compute_are_kept() -> None:
+    """Only what is no finite number is refused, up to the last position."""
+    for theta in (1e-30, 1.0, 1e30):
+        assert parse_rope({"rope_theta": theta}, 64, 2048).theta == theta
+    slow = {**YARN, "beta_slow": 1e-310, "truncate": False}
+    assert parse_rope({"rope_scaling": slow}, 64, 2048).beta_slow == 1e-310
+
+
+def test_a_head_that_no_file_could_hold_is_refused_before_it_is_computed() -> None:
+    with pytest.raises(ModelNotSupported, match="at most 65536") as error:
+        parse_rope({}, 1 << 30, 2048)
+    assert error.value.param == "head_dim"

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from streamer.errors import ConfigError
+from streamer.errors import ConfigError, ModelNotSupported
 from streamer.kernels import ops
 from streamer.kernels.weights import QuantizedWeight, dequantize
 from streamer.model.decoder import DecoderLayer
@@ -52,6 +52,12 @@ class Calibration:
         )
         table = source.take("model.embed_tokens.weight")
         whole = torch.tensor(tokens[: min(len(tokens), MAX_TOKENS) // SEQUENCE * SEQUENCE])
+        if (largest := int(whole.max())) >= len(table):
+            raise ConfigError(
+                f"calibration: the tokenizer makes token {largest} of the text, the model has a "
+                f"vocab_size of {len(table)}",
+                param="calibration",
+            )
         self._hidden = [table[part].contiguous() for part in whole.view(-1, SEQUENCE)]
 
     def layer(
@@ -66,7 +72,7 @@ class Calibration:
         for module in modules:
             gram = seen.grams[module]
             if id(gram) not in known:  # q, k and v see the same, and so do gates and ups
-                known[id(gram)] = factor_of(gram)
+                known[id(gram)] = _factor(module, gram)
             weight = self._source.take(f"{module}.weight")
             factor = known[id(gram)]
             made[module] = compensated(weight, gram.diagonal(), factor, scale_dtype, group)
@@ -188,6 +194,21 @@ def compensated(
 
     in_parallel(rows, n, -(-n // num_cores()))
     return QuantizedWeight(codes, scales, group, 4, zeros=zeros.to(torch.uint8))
+
+
+def _factor(module: str, gram: torch.Tensor) -> torch.Tensor:
+    """factor_of the gram of a module's inputs; ModelNotSupported where there is none."""
+    if not bool(gram.isfinite().all()):
+        raise _unfit(module, "are so large that their squares are infinite, or are NaN")
+    try:
+        return factor_of(gram)
+    except torch.linalg.LinAlgError as e:  # type: ignore[attr-defined]
+        raise _unfit(module, f"have sums of products without a Cholesky factor: {e}") from e
+
+
+def _unfit(module: str, why: str) -> ModelNotSupported:
+    says = f"{module}: its inputs on the calibration's text {why}"
+    return ModelNotSupported(f"{says}; without a calibration they don't matter", param="model")
 
 
 def factor_of(gram: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from streamer.model.quantization.scaled import scale_values
 E2M1_TABLE = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
 E2M1_ZERO = 12
 BLOCKS = (64, 128, 32)
+MAX_NESTED = 4096  # the longest blocks that bitsandbytes makes
 MAX_STATE_BYTES = 1 << 16
 MAX_OFFSET = 1e30  # of scales, which are float32
 STATE = "weight.quant_state.bitsandbytes__"
@@ -140,9 +141,9 @@ class Bnb4(msgspec.Struct, frozen=True):
 
     def read(self, tensors: Mapping[str, torch.Tensor], n: int, k: int) -> QuantizedWeight:
         state = _state(tensors)
-        block = state.get("blocksize")
+        block = _size(state, "blocksize", max(BLOCKS))
         if state.get("shape") != [n, k] or state.get("quant_type") != self.kind:
-            says = f"{state.get('quant_type')} {state.get('shape')}"
+            says = f"{state.get('quant_type')} {state.get('shape')}"[:100]
             raise wrong("quant_state", f"says {says}, not {self.kind} {[n, k]}")
         largest = tensors["weight.absmax"]
         if block not in BLOCKS or k % block or largest.numel() != n * k // block:
@@ -213,20 +214,26 @@ def _state(tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
     return state
 
 
+def _size(state: Mapping[str, object], name: str, maximum: int) -> int:
+    """A field of the state that counts elements, at most so many."""
+    value = state.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= maximum:
+        says = f"{name} {str(value)[:100]} is no integer of 1 to {maximum}"
+        raise wrong("quant_state", says)
+    return value
+
+
 def _unnested(
     codes: torch.Tensor, tensors: Mapping[str, torch.Tensor], state: Mapping[str, object]
 ) -> torch.Tensor:
     """The scales of blocks, themselves quantized in blocks."""
-    block, offset = state.get("nested_blocksize"), state.get("nested_offset")
+    block, offset = _size(state, "nested_blocksize", MAX_NESTED), state.get("nested_offset")
     largest = tensors["weight.nested_absmax"].float().flatten()
     if (
-        not isinstance(block, int)
-        or block < 1
-        or not isinstance(offset, float | int)
+        not isinstance(offset, float | int)
         or not abs(offset) <= MAX_OFFSET
         or largest.numel() != math.ceil(codes.numel() / block)
     ):
         raise wrong("quant_state", "nested_blocksize and nested_offset do not fit nested_absmax")
     values = tensors["weight.nested_quant_map"][codes.long()]
-    block = min(block, codes.numel())
     return values * largest.repeat_interleave(block)[: codes.numel()] + float(offset)

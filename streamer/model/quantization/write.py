@@ -68,9 +68,14 @@ def quantize_checkpoint(
 def _new_folder(out: Path) -> Iterator[Path]:
     """A folder beside `out` that gets its name once all is written, and is removed else."""
     part = out.with_name(f"{out.name}.part")
-    for path in (out, part):
-        if path.exists():
-            raise ConfigError(f"out: {path} is there already", param="out")
+    if out.exists():
+        raise ConfigError(f"out: {out} is there already", param="out")
+    if part.exists():
+        raise ConfigError(
+            f"out: {part} is there already, of a `streamer quantize` that was killed or still "
+            "runs; if none does, delete it",
+            param="out",
+        )
     try:
         yield part
         part.rename(out)
@@ -136,11 +141,17 @@ def _write(
 def _open_dense(folder: Path) -> tuple[Checkpoint, DecoderConfig]:
     """A dense checkpoint of one of our architectures, or ModelNotSupported."""
     checkpoint = open_checkpoint(folder)
+    if checkpoint.is_gguf:
+        raise ModelNotSupported(
+            f"{folder} is a GGUF file; a folder of safetensors can be quantized here. "
+            "`streamer serve FILE --quantization KIND` quantizes one of F32, BF16 or F16 while it "
+            "is loaded",
+            param="model",
+        )
     architecture = architecture_of(checkpoint.config)
     if architecture not in FAMILIES:
         raise ModelNotSupported(f"{architecture} can't be quantized here", param="model")
-    method = "gguf" if checkpoint.is_gguf else parse_quantization(checkpoint.config).method
-    if method:
+    if method := parse_quantization(checkpoint.config).method:
         raise ModelNotSupported(f"{folder} is quantized already, as {method}", param="model")
     return checkpoint, parse_config(checkpoint.config)
 

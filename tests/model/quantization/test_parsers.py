@@ -372,12 +372,31 @@ def test_a_scale_for_more_rows_than_there_are_takes_no_more_memory() -> None:
     ("state", "values"),
     [
         ({"nested_blocksize": 1 << 70, "nested_offset": 10**400}, torch.linspace(-1, 1, 16)),
-        ({"nested_blocksize": 1 << 70, "nested_offset": 0}, torch.full((16,), torch.nan)),
+        ({"nested_blocksize": 256, "nested_offset": 0}, torch.full((16,), torch.nan)),
     ],
 )
 def test_a_bitsandbytes_state_that_lies(state: dict[str, int], values: torch.Tensor) -> None:
+    with pytest.raises(ModelNotSupported, match=r"quant_state|quant_map"):
+        Bnb4("nf4", True).read(stated(state, values), 8, 64)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+@pytest.mark.parametrize("name", ["blocksize", "nested_blocksize"])
+@pytest.mark.parametrize("value", [64.0, True, "64", [64], None, 0, -1, 5000, 10**400])
+def test_a_bitsandbytes_block_that_is_no_size(name: str, value: object, count: int) -> None:
+    """By the field, and cut, whatever number of nested scales there is."""
+    state = {"nested_blocksize": 256, "nested_offset": 0, name: value}
+    tensors = stated(state, torch.linspace(-1, 1, 16))
+    tensors["weight.nested_absmax"] = torch.ones(count)
+    with pytest.raises(ModelNotSupported, match=f"^quant_state: {name} ") as error:
+        Bnb4("nf4", True).read(tensors, 8, 64)
+    assert len(error.value.message) < 200
+
+
+def stated(state: dict[str, Any], values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A matrix [8, 64] of nested scales whose state says this."""
     said = {"shape": [8, 64], "quant_type": "nf4", "blocksize": 64, **state}
-    tensors = {
+    return {
         "weight": torch.zeros(256, 1, dtype=torch.uint8),
         "weight.absmax": torch.zeros(8, dtype=torch.uint8),
         "weight.quant_map": values,
@@ -385,5 +404,3 @@ def test_a_bitsandbytes_state_that_lies(state: dict[str, int], values: torch.Ten
         "weight.nested_absmax": torch.ones(1),
         "weight.nested_quant_map": torch.zeros(256),
     }
-    with pytest.raises(ModelNotSupported, match=r"quant_state|quant_map"):
-        Bnb4("nf4", True).read(tensors, 8, 64)

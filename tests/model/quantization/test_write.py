@@ -28,10 +28,11 @@ from streamer.model.checkpoint import open_checkpoint
 from streamer.model.families import parse_config
 from streamer.model.inspect import inspect_checkpoint
 from streamer.model.loader import check_tensors, load_decoder
-from streamer.model.quantization import write
+from streamer.model.quantization import calibrate, write
 from streamer.model.quantization.calibrate import compensated, factor_of
 from streamer.model.quantization.on_the_fly import quantize
 from streamer.model.quantization.write import quantize_checkpoint
+from tests.model.gguf_files import Kind, write_gguf
 from tests.model.hand import paged_logits
 from tests.model.test_decoder import random_tokens
 
@@ -168,6 +169,42 @@ def test_what_can_not_be_quantized(checkpoint: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "twice").exists()
 
 
+def test_a_gguf_file_is_no_input(checkpoint: Any, tmp_path: Path) -> None:
+    """Dense or not; what to do instead is said."""
+    source = Path(shutil.copytree(checkpoint("llama", 1, **SIZES), tmp_path / "m"))
+    file = write_gguf(source, tmp_path / "m.gguf", lambda name: Kind.BF16)
+    with pytest.raises(ModelNotSupported, match="is a GGUF file; a folder of safetensors") as e:
+        written(file, tmp_path / "q", "int8")
+    assert "`streamer serve FILE --quantization KIND`" in e.value.message
+    assert not (tmp_path / "q").exists()
+
+
+def test_the_folder_of_a_command_that_was_killed(checkpoint: Any, tmp_path: Path) -> None:
+    """It is said whose it is, and it is kept: the command may still run."""
+    part = tmp_path / "q.part"
+    part.mkdir()
+    with pytest.raises(ConfigError, match="was killed or still runs; if none does, delete it"):
+        written(checkpoint("llama", 1, **SIZES), tmp_path / "q", "int8")
+    assert part.exists()
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_facts_of_a_packed_checkpoint_that_is_refused(
+    checkpoint: Any, tmp_path: Path, kind: str
+) -> None:
+    """Parameters are those of the model, not the words that they are packed in."""
+    folder = written(checkpoint("llama", 1, **SIZES), tmp_path / "q", kind)
+    facts = inspect_checkpoint(folder, Config(quantization="int4"))
+    assert "quantized as compressed-tensors already" in facts.refused
+    assert facts.num_parameters == inspect_checkpoint(folder).num_parameters
+    config = json.loads((folder / "config.json").read_text())
+    for unknown in ({"architectures": ["GPT2LMHeadModel"]}, {"hidden_act": "none"}):
+        (folder / "config.json").write_text(json.dumps(config | unknown))
+        facts = inspect_checkpoint(folder)
+        assert facts.refused
+        assert facts.num_parameters == 0
+
+
 @pytest.mark.parametrize(("kind", "value"), [("int4", 1e20), ("int8", 3.4e38)])
 def test_weights_whose_scales_are_no_numbers_are_refused_by_name(
     checkpoint: Any, tmp_path: Path, kind: str, value: float
@@ -239,3 +276,34 @@ def test_a_calibration_needs_a_text(checkpoint: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="100 tokens, at least 2048"):
         written(checkpoint("llama", 1, **SIZES), tmp_path / "few", "int4", random_tokens(100))
     assert not (tmp_path / "few").exists()
+
+
+def test_a_calibration_in_tokens_that_the_model_does_not_have(
+    checkpoint: Any, tmp_path: Path
+) -> None:
+    tokens = [*random_tokens(2047), 256]
+    says = "calibration: the tokenizer makes token 256 of the text, the model has a vocab_size of"
+    with pytest.raises(ConfigError, match=f"{says} 256") as error:
+        written(checkpoint("llama", 1, **SIZES), tmp_path / "q", "int4", tokens)
+    assert error.value.param == "calibration"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("value", [1e30, 3e38])
+def test_a_calibration_whose_inputs_have_no_squares(
+    checkpoint: Any, tmp_path: Path, value: float
+) -> None:
+    """The module is named, and nothing is left."""
+    folder = Path(shutil.copytree(checkpoint("llama", 1, **SIZES), tmp_path / "m"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.post_attention_layernorm.weight"].fill_(value)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    says = "model.layers.1.mlp.gate_proj: its inputs on the calibration's text are so large"
+    with pytest.raises(ModelNotSupported, match=re.escape(says)):
+        written(folder, tmp_path / "q", "int4", random_tokens(2048))
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_gram_without_a_factor() -> None:
+    with pytest.raises(ModelNotSupported, match=r"mlp\.x: its inputs .* without a Cholesky factor"):
+        calibrate._factor("mlp.x", torch.tensor([[1.0, 9.0], [9.0, 1.0]]))
