@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from streamer.kernels import reference
 from streamer.kernels.batch import AttentionBatch, Forward, Limits
+from streamer.kernels.cpu import MAX_HEAD, MAX_SHARE
 from streamer.kernels.cpu.linear import embedding as embedding
 from streamer.kernels.cpu.linear import pack_weight as pack_weight
 from streamer.kernels.cpu.memory import in_huge_pages
@@ -19,7 +20,6 @@ from streamer.kernels.cpu.program import Again, Call, Count, Kind, Program, issu
 from streamer.kernels.draws import Draws
 
 MAX_DRAW = 500_000  # vocabulary for which draw.c has scratch memory
-MAX_HEAD, MAX_SHARE = 1024, 128  # head_dim, query heads a KV head: rope.c's, attention.c's limits
 TILE_QUERIES = 64  # as in attention.c
 CODES = {torch.int8: 1, torch.float8_e4m3fn: 2}  # flags of a quantized pool's dtype, as in codes.c
 TABLES, TABLE_STRIDE = 7, 5  # indices among attention.c's pointers and its integers

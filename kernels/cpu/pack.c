@@ -157,7 +157,8 @@ INLINE void put_zeros(uint8_t *to, const Op *op, const Columns *it, int64_t g) {
     for (int j = 0; j < VW; j++) to[j] = (uint8_t)(zeros[j] | zeros[j + VW] << 4);
 }
 
-/* Whether the largest weights of such scales are numbers. */
+/* Whether scales and offsets are numbers, and below 2**120: with the largest code, a table's, so are
+ * weights. */
 INLINE int are_finite(const float *x) {
     vi strange = {0};
     for (int j = 0; j < TILE; j += VW)

@@ -194,10 +194,11 @@ def recognize(checkpoint: Checkpoint, dtype_setting: str, device: torch.device =
 def _check_heads(device: torch.device, head_dim: int, heads: int = 1, kv_heads: int = 1) -> None:
     """ModelNotSupported for what the native kernels have no room for, where it is they that serve.
     How many query heads a fallback has is not known."""
-    if device.type != "cpu" or ops.why_not_native():
-        return
-    from streamer.kernels.cpu.native import MAX_HEAD, MAX_SHARE
+    from streamer.kernels.cpu import MAX_HEAD, MAX_SHARE
 
+    fits = head_dim <= MAX_HEAD and heads <= MAX_SHARE * kv_heads
+    if fits or device.type != "cpu" or ops.why_not_native():  # which may compile them
+        return
     otherwise = "with the native kernels; STREAMER_KERNELS=torch has no such limit"
     if head_dim > MAX_HEAD:
         raise ModelNotSupported(

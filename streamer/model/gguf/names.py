@@ -54,7 +54,9 @@ def choose_file(listed: Iterable[str], repository: str, selector: str) -> str:
     files = [f for f in sorted(listed) if f.endswith(".gguf") and _is_first(f) and _is_model(f)]
     ends = re.compile(rf"(?:.*[-._/])?{re.escape(selector)}", re.I)
     found = [f for f in files if f == selector]
-    found = found or [f for f in files if ends.fullmatch(model_name(f))]
+    found = found or [
+        f for f in files if any(map(ends.fullmatch, (model_name(f), f.removesuffix(".gguf"))))
+    ]
     if len(found) == 1:
         return found[0]
     if not files:

@@ -27,6 +27,7 @@ LISTED = [
         ("q4_k_m", "Qwen3-8B-Q4_K_M.gguf"),
         ("Q4_0", "qwen3-8b.q4_0.gguf"),
         ("Q6_K", "Q6_K/Qwen3-8B-Q6_K-00001-of-00002.gguf"),
+        ("Qwen3-8B-Q6_K-00001-of-00002", "Q6_K/Qwen3-8B-Q6_K-00001-of-00002.gguf"),
         ("UD/Qwen3-8B-Q5_K_M.gguf", "UD/Qwen3-8B-Q5_K_M.gguf"),
         ("Qwen3-8B-Q5_K_M.gguf", "Qwen3-8B-Q5_K_M.gguf"),
     ],
