@@ -216,13 +216,12 @@ static void q2_k(const uint8_t *const *rows, int64_t blocks, Columns *it) {
         words_of(rows, 84 * b, 0, 4, 1, s);
         halves_of(rows, 84 * b + 80, 0, 1, 1.0f, 1, &d);
         halves_of(rows, 84 * b + 82, 0, 1, -1.0f, 1, &lowest);
-        for (int i = 0; i < 16; i++) {
+        for (int i = 0; i < 16; i++)
             EACH_ROW {
                 vu both = BYTE(s, i);
                 FLOATS(it->scales[16 * b + i]) = FLOATS(d) * number_of(both & 15);
                 FLOATS(it->offsets[16 * b + i]) = FLOATS(lowest) * number_of(both >> 4);
             }
-        }
     }
 }
 

@@ -204,12 +204,11 @@ def _check_heads(device: torch.device, head_dim: int, heads: int = 1, kv_heads: 
         raise ModelNotSupported(
             f"head_dim {head_dim}: it can be at most {MAX_HEAD} {otherwise}", param="head_dim"
         )
-    if heads > MAX_SHARE * kv_heads:
-        raise ModelNotSupported(
-            f"num_attention_heads {heads}, num_key_value_heads {kv_heads}: at most {MAX_SHARE} "
-            f"attention heads can share a key-value head {otherwise}",
-            param="num_attention_heads",
-        )
+    raise ModelNotSupported(
+        f"num_attention_heads {heads}, num_key_value_heads {kv_heads}: at most {MAX_SHARE} "
+        f"attention heads can share a key-value head {otherwise}",
+        param="num_attention_heads",
+    )
 
 
 def _weight_bytes(

@@ -30,8 +30,8 @@ def patch_once() -> None:
         if patched and used(fn) <= patched:
             return interpreter._LangPatchScope()  # of nothing
         is_launch = not patched
-        patched.update(used(fn))
         scope = patch(fn)
+        patched.update(used(fn))
         if is_launch:
             put_back = scope.restore
 
