@@ -276,7 +276,7 @@ def test_an_unreachable_server_is_reported(
 
 def test_the_plain_locustfile_runs(slow: Running, tmp_path: Path) -> None:
     """With the Locust of this environment, on a server with the fake model."""
-    setting = msgspec.structs.replace(OURS, url=slow.url, seconds=3)
+    setting = msgspec.structs.replace(OURS, url=slow.url, seconds=6)
     (command,) = with_locust.TOOL.commands(setting)[1:]
     source = tools.HERE / "locust_plain.py"
     (tmp_path / source.name).write_text(source.read_text(encoding="utf-8"))

@@ -56,6 +56,10 @@ class Opened(msgspec.Struct, frozen=True):
     num_sockets: int
 
 
+class Began(msgspec.Struct, frozen=True):
+    """The answer to "begin": what arrives from now on is counted."""
+
+
 class Counted(msgspec.Struct, frozen=True):
     """Counts from "begin" to "end".
 
@@ -191,6 +195,7 @@ class Client:
         if command == b"begin\n":
             self._begin = time.perf_counter(), time.process_time()
             self._idle_s = 0.0
+            self._tell(Began())
         elif command == b"end\n" and self._begin is not None:
             took_s, cpu_s = time.perf_counter() - self._begin[0], time.process_time()
             self._tell(self._counted(took_s, cpu_s - self._begin[1]))

@@ -25,7 +25,7 @@ from streamer.errors import StreamerError
 from streamer.loadtest.inside.stream import client as stream_client
 from streamer.loadtest.inside.stream import plain as stream_plain
 from streamer.loadtest.inside.stream import server as stream_server
-from streamer.loadtest.inside.stream.client import TRANSPORTS, Counted, Opened
+from streamer.loadtest.inside.stream.client import TRANSPORTS, Began, Counted, Opened
 from streamer.loadtest.inside.stream.server import Mark, Ready, Steps
 from streamer.loadtest.table import terminal
 
@@ -220,7 +220,7 @@ def measure(run: Run, seconds: float) -> StreamCase:
         _client(port, transport, num_streams, num_stuck) as client,
     ):
         before = _settled(server)
-        client.send("begin")
+        client.ask("begin", Began)
         time.sleep(seconds)
         after = server.ask("mark", Mark)
         counted = client.ask("end", Counted)  # the client reads nothing while it computes this
@@ -257,7 +257,7 @@ def measure_uvicorn(transport: str, num_streams: int, seconds: float) -> Yardsti
     ):
         time.sleep(SETTLE_S)
         before = server.ask("mark", Mark)
-        client.send("begin")
+        client.ask("begin", Began)
         time.sleep(seconds)
         after = server.ask("mark", Mark)
         counted = client.ask("end", Counted)
@@ -337,16 +337,12 @@ class Process:
             stdout=subprocess.PIPE,
         )
 
-    def send(self, command: str) -> None:
-        """Send a command that has no answer."""
+    def ask(self, command: str, answer: type[T]) -> T:
+        """Send a command and wait for its answer."""
         stdin = self._process.stdin
         if stdin is not None:
             stdin.write(command.encode() + b"\n")
             stdin.flush()
-
-    def ask(self, command: str, answer: type[T]) -> T:
-        """Send a command and wait for its answer."""
-        self.send(command)
         return self.wait(answer)
 
     def wait(self, answer: type[T]) -> T:

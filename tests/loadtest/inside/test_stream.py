@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 import socket
+import threading
 from pathlib import Path
 
 import msgspec
@@ -41,6 +44,26 @@ def test_uvicorn_alone_is_measured_over_the_same_sockets(transport: str) -> None
     assert yardstick.events_per_s > 0
     assert yardstick.loop_cpu_us > 0
     assert 0 < yardstick.client_busy <= 1
+
+
+def test_a_client_that_the_system_holds_up_counts_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine "begin" and "end" came to it in one read, and it answered neither."""
+    pids: list[int] = []
+
+    class Held(stream.Process):
+        def __init__(self, module: str, order: msgspec.Struct) -> None:
+            super().__init__(module, order)
+            pids.append(self._process.pid)
+
+        def ask(self, command: str, answer: type[stream.T]) -> stream.T:
+            if command == "begin":
+                os.kill(pids[-1], signal.SIGSTOP)
+                threading.Timer(0.5, os.kill, (pids[-1], signal.SIGCONT)).start()
+            return super().ask(command, answer)
+
+    monkeypatch.setattr(stream, "Process", Held)
+    assert stream.measure_uvicorn("ws", 16, 0.1).events_per_s > 0
+    assert len(pids) == 2
 
 
 @pytest.mark.parametrize(
