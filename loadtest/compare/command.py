@@ -216,6 +216,9 @@ def _make_gguf(model: Model, engines: Sequence[Engine], places: Places, console:
     for target, weights in files.items():
         if target.suffix != ".gguf" or target.exists():
             continue
+        if not places.is_installed(llama):
+            message = f"{target.name} is made by llama.cpp's programs: --install {llama.home}"
+            raise ConfigError(message, param="engines")
         console.out(f"Making {target.name}")
         if not whole.exists():
             script = Path(__file__).resolve().parent / "peers" / "to_gguf.py"

@@ -141,12 +141,16 @@ class Bnb4(msgspec.Struct, frozen=True):
 
     def read(self, tensors: Mapping[str, torch.Tensor], n: int, k: int) -> QuantizedWeight:
         state = _state(tensors)
-        block = _size(state, "blocksize", max(BLOCKS))
+        block = state.get("blocksize")
+        if not isinstance(block, int) or block not in BLOCKS:
+            sizes = ", ".join(map(str, sorted(BLOCKS)))
+            says = f"blocksize {str(block)[:100]} is none of those that are read: {sizes}"
+            raise wrong("quant_state", says)
         if state.get("shape") != [n, k] or state.get("quant_type") != self.kind:
             says = f"{state.get('quant_type')} {state.get('shape')}"[:100]
             raise wrong("quant_state", f"says {says}, not {self.kind} {[n, k]}")
         largest = tensors["weight.absmax"]
-        if block not in BLOCKS or k % block or largest.numel() != n * k // block:
+        if k % block or largest.numel() != n * k // block:
             raise wrong("quant_state", f"blocksize {block} does not divide rows of {k}")
         if self.is_nested:
             largest = _unnested(largest, tensors, state)
@@ -214,20 +218,14 @@ def _state(tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
     return state
 
 
-def _size(state: Mapping[str, object], name: str, maximum: int) -> int:
-    """A field of the state that counts elements, at most so many."""
-    value = state.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= maximum:
-        says = f"{name} {str(value)[:100]} is no integer of 1 to {maximum}"
-        raise wrong("quant_state", says)
-    return value
-
-
 def _unnested(
     codes: torch.Tensor, tensors: Mapping[str, torch.Tensor], state: Mapping[str, object]
 ) -> torch.Tensor:
     """The scales of blocks, themselves quantized in blocks."""
-    block, offset = _size(state, "nested_blocksize", MAX_NESTED), state.get("nested_offset")
+    block, offset = state.get("nested_blocksize"), state.get("nested_offset")
+    if isinstance(block, bool) or not isinstance(block, int) or not 1 <= block <= MAX_NESTED:
+        says = f"nested_blocksize {str(block)[:100]} is no integer of 1 to {MAX_NESTED}"
+        raise wrong("quant_state", says)
     largest = tensors["weight.nested_absmax"].float().flatten()
     if (
         not isinstance(offset, float | int)
