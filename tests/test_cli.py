@@ -222,6 +222,18 @@ def test_names_in_files_give_the_terminal_no_orders(
     assert "the tensor \\x1b]0;é\\x07 is\nmisshapen" in capsys.readouterr().err
 
 
+def test_info_gives_the_terminal_no_orders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither among what is known nor in why a checkpoint is refused."""
+    folder = tmp_path / "a\x1b]0;x\x07"
+    folder.mkdir()
+    assert main(["info", str(folder)]) == 1
+    shown = capsys.readouterr().out
+    assert shown.count("a\\x1b]0;x\\x07") == 2
+    assert not {"\x1b", "\x07"} & set(shown)
+
+
 def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> int:
         raise KeyboardInterrupt
