@@ -1,4 +1,4 @@
-/* Weights into panels, a panel a chunk of work, so that all threads of the team pack.
+/* Weights into panels, one or a few a chunk of work, so that all threads of the team pack.
  *
  *   PACK            p  weight [N, K] of the op's dtype, packed (linear.c), weight of the ups
  *                   n  K, N
@@ -185,39 +185,72 @@ static int pack_header(const Op *op, const Shape *shape, char *to, const Columns
     return faults;
 }
 
-static void pack_quantized_run(const Op *op, const Step *step, int64_t panel, Worker *me) {
-    (void)me;
-    if (panel >= step->counts[op->count]) return;
+/* Panels of a chunk. A cache line has codes of 128 outputs of a column of OUTPUTS, the next column's are
+ * in another page: the panels that it serves are made together. */
+INLINE int64_t panels_of_chunk(const Op *op) {
+    if (op->n[5] % TALL_SCALES != OUTPUTS_LAYOUT) return 1;
+    return 128 / (op->flags < GATE_SILU ? TILE : VW);
+}
+
+static int64_t pack_quantized_chunks(const Op *op, const Step *step, int threads) {
+    (void)threads;
+    return divide_up(max_int(1, step->counts[op->count]), panels_of_chunk(op));
+}
+
+/* Where in a panel columns begin: the next group, columns left of the one before, and bytes. */
+typedef struct {
+    int64_t group, left, bytes;
+} Reached;
+
+/* COLUMNS columns of a panel from `first` on, which have been read; faults. */
+static int pack_columns(const Op *op, const Shape *shape, Columns *it, int64_t panel, int64_t first,
+                        Reached *at) {
+    const int64_t group = op->n[2], groups = divide_up(op->n[0], group);
+    const int64_t last = min_int(shape->blocks * shape->block, first + COLUMNS);
+    const int64_t from = divide_up(first, group), until = min_int(groups, divide_up(last, group));
+    char *to = (char *)op->p[1] + panel * shape->panel_bytes, *out = to + at->bytes;
+    int64_t g = at->group, left = at->left, here = 0;
+    int bits = bits_of(shape->form), faults = 0;
+    if (!has_scales(op->n[5] % TALL_SCALES) && from < until) pack_floats(op, it, 2, from, until, it->scales);
+    if (op->p[3] && shape->form & OFFSETS && from < until)
+        pack_floats(op, it, 3, from, until, it->offsets);
+    for (int64_t k = first; k < last; k += 16, left -= 16, out += 2 * TILE * bits) {
+        Words *c = it->fours + (k - first) / 4;
+        if (left == 0) {
+            faults |= pack_header(op, shape, to, it, g, here);
+            out = to + group_at(shape, g) + shape->header;
+            left = group;
+            g++, here++;
+        }
+        if (bits == 4) pack_sixteen(out, c, 4);
+        else pack_sixteen(out, c, bits);
+    }
+    *at = (Reached){g, left, out - to};
+    return faults;
+}
+
+static void pack_quantized_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {
+    const int64_t size = panels_of_chunk(op), from = chunk * size;
+    const int64_t count = min_int(size, step->counts[op->count] - from);
     Op as_linear = {.p = {0, op->p[1], 0, 0, 0}};
     int64_t sizes[] = {op->n[0], op->n[1], 0, 0, op->n[2], op->n[3], op->n[3], op->n[4]};
     memcpy(as_linear.n, sizes, sizeof sizes);
     Shape shape = shape_of(&as_linear);
-    char *to = (char *)op->p[1] + panel * shape.panel_bytes, *out = 0;
-    int64_t columns = shape.blocks * shape.block, groups = divide_up(op->n[0], op->n[2]), g = 0;
-    int bits = bits_of(shape.form), faults = 0;
-    Columns it;
     Stored s = {.codes = {op->p[0], op->p[5]}, .scales = {op->p[2], op->p[6]}, .order = op->p[4],
                 .layout = op->n[5] % TALL_SCALES, .bits = op->n[6], .K = op->n[0], .beside = op->n[7],
                 .further = op->flags < GATE_SILU ? TILE : VW};
-    for (int64_t j = 0; j < TILE; j++) it.rows[j] = row_of(op, panel, j), it.of[j] = is_up(op, j);
-    for (int64_t first = 0, left = 0; first < columns; first += COLUMNS) {
-        int64_t last = min_int(columns, first + COLUMNS), here = 0, group = op->n[2];
-        int64_t from = divide_up(first, group), until = min_int(groups, divide_up(last, group));
-        read_columns(&s, first, &it);
-        if (!has_scales(s.layout) && from < until) pack_floats(op, &it, 2, from, until, it.scales);
-        if (op->p[3] && shape.form & OFFSETS && from < until)
-            pack_floats(op, &it, 3, from, until, it.offsets);
-        for (int64_t k = first; k < last; k += 16, left -= 16, out += 2 * TILE * bits) {
-            Words *c = it.fours + (k - first) / 4;
-            if (left == 0) {
-                faults |= pack_header(op, &shape, to, &it, g, here);
-                out = to + group_at(&shape, g) + shape.header;
-                left = group;
-                g++, here++;
-            }
-            if (bits == 4) pack_sixteen(out, c, 4);
-            else pack_sixteen(out, c, bits);
+    uint8_t *faults = op->p[8];
+    Columns *its = (Columns *)me->scratch; /* of each panel */
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t j = 0; j < TILE; j++)
+            its[i].rows[j] = row_of(op, from + i, j), its[i].of[j] = is_up(op, j);
+    Reached start = {0}, end = {0};
+    for (int64_t first = 0; first < shape.blocks * shape.block; first += COLUMNS, start = end) {
+        int are_read = size > 1 && count == size && lines_of_outputs(&s, first, its);
+        for (int64_t i = 0; !are_read && i < count; i++) read_columns(&s, first, its + i);
+        for (int64_t i = 0; i < count; i++) {
+            end = start;
+            faults[from + i] |= (uint8_t)pack_columns(op, &shape, its + i, from + i, first, &end);
         }
     }
-    ((uint8_t *)op->p[8])[panel] = (uint8_t)faults;
 }

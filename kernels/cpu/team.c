@@ -49,7 +49,7 @@ static const Kind kinds[] = {
     {draw_chunks, draw_run},           {quantize_chunks, quantize_run},
     {linear_chunks, quantized_run},    {embedding_chunks, dense_rows_run},
     {embedding_chunks, quantized_rows_run},
-    {pack_chunks, pack_run},           {pack_chunks, pack_quantized_run},
+    {pack_chunks, pack_run},           {pack_quantized_chunks, pack_quantized_run},
     {unpack_chunks, unpack_run},       {fit_chunks, fit_run},
     {fit_chunks, round_run},           {ban_chunks, ban_run},
     {top_chunks, top_run},

@@ -70,11 +70,35 @@ static void whole_words(const Stored *s, const Outputs *o, int64_t first, int64_
         }
 }
 
-/* Columns of OUTPUTS, all of which there are, 4 at a time: 2 words of each half, the low and high
- * halves of whose 64 bytes are put in their places at once. */
-static void whole_outputs(const Stored *s, const Outputs *o, int64_t first, int64_t last, Words *to) {
 #if CAN_PLACE_BYTES
-    const int64_t further = s->beside / 8, until = s->K - LATER;
+/* 4 columns of OUTPUTS, 128 of each, as words of the 4 panels that these are, `apart` from each other:
+ * the low and high halves of a panel's 64 bytes are put in their places at once. */
+INLINE void place_outputs(const __m512i *c, const __m512i *where, Columns *its, int apart, int64_t i) {
+    const __m512i low[2] = {_mm512_shuffle_i32x4(c[0], c[1], 0x44), _mm512_shuffle_i32x4(c[2], c[3], 0x44)};
+    const __m512i high[2] = {_mm512_shuffle_i32x4(c[0], c[1], 0xee), _mm512_shuffle_i32x4(c[2], c[3], 0xee)};
+    const __m512i panels[4] = {
+        _mm512_shuffle_i32x4(low[0], low[1], 0x88), _mm512_shuffle_i32x4(low[0], low[1], 0xdd),
+        _mm512_shuffle_i32x4(high[0], high[1], 0x88), _mm512_shuffle_i32x4(high[0], high[1], 0xdd)};
+    for (int p = 0; p < 4; p++) {
+        __m512i even = _mm512_and_si512(panels[p], _mm512_set1_epi8(15));
+        __m512i odd = _mm512_and_si512(_mm512_srli_epi16(panels[p], 4), _mm512_set1_epi8(15));
+        uint32_t *to = its[p * apart].fours[i];
+        for (int half = 0; half < 2; half++)
+            _mm512_store_si512(to + half * VW, _mm512_permutex2var_epi8(even, where[half], odd));
+    }
+}
+#endif
+
+/* Columns of all the panels that lines of OUTPUTS have codes of, 4 at a time; of gates and ups twice as
+ * many as of a matrix. Whether it could. */
+static int lines_of_outputs(const Stored *s, int64_t first, Columns *its) {
+#if CAN_PLACE_BYTES
+    const int64_t further = s->beside / 8, last = min_int(first + COLUMNS, s->K);
+    const int64_t start = first * further + its->rows[0] / 8;
+    const uint32_t *from = (const uint32_t *)s->codes[its->of[0]] + start;
+    const uint32_t *ups = its->of[VW] ? (const uint32_t *)s->codes[1] + start : 0;
+    const Columns *end = its + (ups ? 8 : 4) - 1;
+    if (last % 4 || end->rows[VW - 1] < 0 || end->rows[TILE - 1] < 0) return 0;
     uint8_t bytes[TILE][4]; /* of an output's code: its byte, 64 further in a high half */
     __m512i where[2];
     for (int j = 0; j < TILE; j++)
@@ -83,27 +107,35 @@ static void whole_outputs(const Stored *s, const Outputs *o, int64_t first, int6
             bytes[j][at] = (uint8_t)(16 * at + j / 8 * 4 + place / 2 + place % 2 * 64);
         }
     memcpy(where, bytes, sizeof bytes);
-    for (int64_t k = first; k < last; k += 4, to++) {
-        const uint32_t *from = o->words + k * further + o->places[0];
-        const int64_t apart = o->places[VW] - o->places[0];
-        __m128i c[4];
+    for (int64_t k = first; k < last; k += 4) {
+        __m512i gate[4], up[4];
         for (int at = 0; at < 4; at++, from += further) {
-            c[at] = _mm_unpacklo_epi64(_mm_loadl_epi64((const void *)from),
-                                       _mm_loadl_epi64((const void *)(from + apart)));
-            if (k >= until) continue;
-            __builtin_prefetch(from + LATER * further, 0, 2);
-            if (apart != 2) __builtin_prefetch(from + LATER * further + apart, 0, 2);
+            const int64_t later = min_int(LATER, s->K - 1 - k - at) * further;
+            gate[at] = _mm512_loadu_si512(from);
+            __builtin_prefetch(from + later, 0, 2);
+            if (!ups) continue;
+            up[at] = _mm512_loadu_si512(ups);
+            __builtin_prefetch(ups + later, 0, 2);
+            ups += further;
         }
-        __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(c[0]), c[1], 1);
-        __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(c[2]), c[3], 1);
-        __m512i all = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
-        __m512i even = _mm512_and_si512(all, _mm512_set1_epi8(15));
-        __m512i odd = _mm512_and_si512(_mm512_srli_epi16(all, 4), _mm512_set1_epi8(15));
-        for (int half = 0; half < 2; half++)
-            _mm512_storeu_si512(to[0] + half * VW, _mm512_permutex2var_epi8(even, where[half], odd));
+        if (!ups) {
+            place_outputs(gate, where, its, 1, (k - first) / 4);
+            continue;
+        }
+        for (int odd = 0; odd < 2; odd++) {
+            __m512i both[4];
+            for (int at = 0; at < 4; at++)
+                both[at] = odd ? _mm512_unpackhi_epi64(gate[at], up[at])
+                               : _mm512_unpacklo_epi64(gate[at], up[at]);
+            place_outputs(both, where, its + odd, 2, (k - first) / 4);
+        }
     }
+    for (int64_t i = (last - first) / 4; i < COLUMNS / 4; i++)
+        for (int p = 0; its + p <= end; p++) memset(its[p].fours[i], 0, sizeof its[p].fours[i]);
+    return 1;
 #else
-    (void)s, (void)o, (void)first, (void)last, (void)to;
+    (void)s, (void)first, (void)its;
+    return 0;
 #endif
 }
 
@@ -159,10 +191,6 @@ static void columns_of_words(const Stored *stored, int64_t first, Columns *it) {
     for (int64_t i = whole; i < COLUMNS / 4; i++) memset(it->fours[i], 0, sizeof it->fours[i]);
     if (o.is_along && !s->order && (s->bits == 4 || s->bits == 8) && last % (32 / s->bits) == 0) {
         whole_words(s, &o, first, last, it->fours);
-        return;
-    }
-    if (CAN_PLACE_BYTES && is_in_runs && o.are_all && last % 4 == 0) {
-        whole_outputs(s, &o, first, last, it->fours);
         return;
     }
     find_columns(s, &o, first, &columns);

@@ -65,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How many layers, formats and threads."""
     add = parser.add_argument
     add("--layers", type=int, default=16, help="of Qwen3-0.6B's shapes (16)")
+    add("--scale", type=int, default=1, help="times these widths (1); 4 for those of 8B models")
     add("--formats", nargs="+", metavar="NAME", help="instead of all, as the table names them")
     add("--threads", type=int, help="of the kernels (all cores)")
     add("--repeats", type=int, default=5, help="of which the fastest counts (5)")
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         raise ConfigError(
             f"--formats: {unknown[0]} is none of: {'; '.join(known)}", param="formats"
         )
-    for name in ("layers", "repeats", "threads"):
+    for name in ("layers", "scale", "repeats", "threads"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ConfigError(f"--{name} must be at least 1", param=name)
     threads = args.threads or torch.get_num_threads()
@@ -93,8 +94,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
     found = []
     for name in names:
         with console.status(f"Measuring {name}"):
-            found.append(measure(name, known[name], args.layers, args.repeats))
-    console.print(terminal(table(found), f"{args.layers} layers, {threads} threads"))
+            found.append(measure(name, known[name], args))
+    title = f"{args.layers} layers, {args.scale} x the widths, {threads} threads"
+    console.print(terminal(table(found), title))
     return 0
 
 
@@ -124,33 +126,33 @@ def schemes() -> dict[str, Scheme]:
     return found | {f"dense -> {kind}": OnTheFly(kind) for kind in KINDS}
 
 
-def measure(name: str, scheme: Scheme, layers: int, repeats: int) -> Measured:
-    """One format: all matrices are written once, and loaded `repeats` times."""
+def measure(name: str, scheme: Scheme, args: argparse.Namespace) -> Measured:
+    """One format: all matrices are written once, and loaded so often."""
     import torch
 
     from streamer.model.files import WeightFiles
 
     torch.manual_seed(0)
+    scale = args.scale
     with tempfile.TemporaryDirectory() as folder:
         with (Path(folder) / FILE).open("wb") as file:
             found: list[Layer] = [
                 [
-                    ([Stored(n, k, write(file, scheme, n, k)) for n in outputs], gates)
+                    ([stored(file, scheme, n * scale, k * scale) for n in outputs], gates)
                     for outputs, k, gates in PARTS
                 ]
-                for _ in range(layers)
+                for _ in range(args.layers)
             ]
-            stored = file.tell()
+            size = file.tell()
         with closing(WeightFiles(Path(folder))) as files, torch.inference_mode():
             runs = [
-                (read_new(Path(folder) / FILE), *load(files, scheme, found)) for _ in range(repeats)
+                (read_new(Path(folder) / FILE), *load(files, scheme, found))
+                for _ in range(args.repeats)
             ]
-    return Measured(name, stored, *map(min, zip(*runs, strict=True)))
+    return Measured(name, size, *map(min, zip(*runs, strict=True)))
 
 
-def write(
-    file: IO[bytes], scheme: Scheme, n: int, k: int
-) -> dict[str, tuple[TensorEntry, tuple[int, ...]]]:
+def stored(file: IO[bytes], scheme: Scheme, n: int, k: int) -> Stored:
     """Append a matrix, its tensors with random values."""
     from streamer.model.checkpoint import TensorEntry
 
@@ -165,7 +167,7 @@ def write(
         file.write(values.numpy().tobytes())
         entry = TensorEntry(name, dtype, shape, FILE, start, file.tell())
         found[name] = entry, shape
-    return found
+    return Stored(n, k, found)
 
 
 def random_values(

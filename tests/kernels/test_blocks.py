@@ -81,6 +81,26 @@ def test_panels_of_stored_codes_are_those_of_bytes(
     assert torch.equal(dequantize(kept), dequantize(plain))
 
 
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("group", [32, 128, K])
+def test_panels_of_the_same_words_are_made_together(group: int, is_gated: bool) -> None:
+    """A few columns of each in turn, a group going on where the columns before ended; the last
+    panels are fewer and not whole."""
+    n = 840
+    data, codes = stored("OUTPUTS", n, 4)
+    scales = torch.rand(n, K // group).half().float() + 1
+    zeros = torch.randint(0, 16, (n, K // group)).byte()
+    kept = QuantizedWeight(
+        data, scales, group, 4, zeros=zeros, layout=blocks.layout("OUTPUTS", n, K)
+    )
+    plain = QuantizedWeight(codes, scales, group, 4, zeros=zeros)
+    activation = "silu" if is_gated else None
+    packed = [
+        native.pack_weight([part], None, activation, dtype=torch.float32) for part in (kept, plain)
+    ]
+    assert same(*packed)
+
+
 def tall(x: torch.Tensor) -> torch.Tensor:
     """The same, the rows of a column side by side in memory."""
     return x.t().contiguous().t()

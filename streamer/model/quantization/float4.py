@@ -102,10 +102,11 @@ class Nvfp4(msgspec.Struct, frozen=True):
 
 
 def _e2m1(packed: torch.Tensor, scales: torch.Tensor, group: int, k: int) -> QuantizedWeight:
+    """Of scales that are nobody else's."""
     table = torch.tensor(E2M1_TABLE, dtype=torch.uint8)
     layout = stored_layout("NIBBLES", packed.shape[0], k)
     codes = packed if layout is not None else unpack(packed, 4, k)
-    return QuantizedWeight(codes, scales / 2, group, 4, E2M1_ZERO, table=table, layout=layout)
+    return QuantizedWeight(codes, scales.mul_(0.5), group, 4, E2M1_ZERO, table=table, layout=layout)
 
 
 class Bnb4(msgspec.Struct, frozen=True):

@@ -24,6 +24,6 @@ def test_every_format_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in shown for name in schemes())
     assert main(["bench", "load", "--formats", "Q9"]) == 1
     assert "Q9 is none of: GGUF Q4_0; GGUF Q4_1; " in capsys.readouterr().err
-    for flag in ("--layers", "--repeats", "--threads"):
+    for flag in ("--layers", "--scale", "--repeats", "--threads"):
         assert main(["bench", "load", flag, "0"]) == 1
         assert f"{flag} must be at least 1" in capsys.readouterr().err
