@@ -52,6 +52,7 @@ INLINE int64_t bytes_of(int64_t layout, int64_t count) {
 
 #define COLUMNS 512 /* at once: a multiple of every block */
 #define COLUMN_GROUPS (COLUMNS / 16)
+#define LINE_OUTPUTS 128 /* of OUTPUTS, in a cache line of a column's words */
 #define CHUNK_BYTES (COLUMNS / 32 * 34) /* of a row, at most */
 
 /* A number of each of TILE rows. */
@@ -417,37 +418,58 @@ static void read_columns(const Stored *s, int64_t first, Columns *it) {
     else columns_of_words(s, first, it);
 }
 
+/* What is read together, TILE outputs each, of one matrix or of gates and ups. */
+INLINE int64_t columns_at_once(int64_t layout, int has_ups) {
+    return layout == OUTPUTS_LAYOUT ? LINE_OUTPUTS / (has_ups ? VW : TILE) : 1;
+}
+
+_Static_assert(LINE_OUTPUTS / VW * sizeof(Columns) <= SCRATCH_BYTES, "a worker's scratch is too small");
+
+/* The same columns of `count` neighbours, as many as are read together or the last ones. */
+static void read_together(const Stored *s, int64_t first, Columns *its, int64_t count) {
+    const int is_line = s->layout == OUTPUTS_LAYOUT && count == columns_at_once(s->layout, its->of[VW]);
+    if (is_line && lines_of_outputs(s, first, its)) return;
+    for (int64_t i = 0; i < count; i++) read_columns(s, first, its + i);
+}
+
 static int64_t unpack_chunks(const Op *op, const Step *step, int threads) {
     (void)threads;
-    return max_int(1, divide_up(step->counts[op->count], TILE));
+    int64_t outputs = TILE * columns_at_once(op->n[2], 0);
+    return max_int(1, divide_up(step->counts[op->count], outputs));
+}
+
+/* Columns from `first` on, which have been read, to codes and, of a layout that has them, scales and
+ * offsets of `per` columns. */
+static void put_columns(const Op *op, const Columns *it, int64_t first, int64_t per) {
+    const int64_t K = op->n[0], count = min_int(COLUMNS, K - first);
+    const int64_t groups = has_scales(op->n[2]) ? divide_up(count, per) : 0;
+    uint8_t *codes = op->p[1];
+    float *scales = op->p[2], *offsets = op->p[3];
+    for (int64_t j = 0; j < TILE && it->rows[j] >= 0; j++) {
+        int64_t group = it->rows[j] * divide_up(K, per) + first / per;
+        for (int64_t k = 0; k < count; k += 4)
+            memcpy(codes + it->rows[j] * K + first + k, it->fours[k / 4] + j,
+                   (size_t)min_int(4, count - k));
+        for (int64_t g = 0; scales && g < groups; g++) scales[group + g] = it->scales[g][j];
+        for (int64_t g = 0; offsets && g < groups; g++) offsets[group + g] = it->offsets[g][j];
+    }
 }
 
 static void unpack_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {
-    (void)me;
-    int64_t K = op->n[0], N = op->n[1], layout = op->n[2];
+    int64_t K = op->n[0], N = op->n[1], layout = op->n[2], size = columns_at_once(layout, 0);
     Stored s = {.codes = {op->p[0]}, .scales = {op->p[5]}, .order = op->p[4], .layout = layout,
                 .bits = op->n[3], .K = K, .beside = N, .further = TILE};
     const Sizes sizes = sizes_of[layout];
     const int64_t per = is_blocks(layout) ? sizes.weights / sizes.groups /* columns of a scale */
                                           : float8_group(op->n[3]);
-    uint8_t *codes = op->p[1];
-    float *scales = op->p[2], *offsets = op->p[3];
-    Columns it = {.of = {0}};
-    for (int64_t j = 0; j < TILE; j++) {
-        int64_t row = chunk * TILE + j;
-        it.rows[j] = row < min_int(N, step->counts[op->count]) ? row : -1;
+    Columns *its = (Columns *)me->scratch;
+    for (int64_t j = 0; j < size * TILE; j++) {
+        int64_t row = chunk * size * TILE + j;
+        its[j / TILE].rows[j % TILE] = row < min_int(N, step->counts[op->count]) ? row : -1;
+        its[j / TILE].of[j % TILE] = 0;
     }
     for (int64_t first = 0; first < K; first += COLUMNS) {
-        int64_t count = min_int(COLUMNS, K - first);
-        int64_t groups = has_scales(layout) ? divide_up(count, per) : 0;
-        read_columns(&s, first, &it);
-        for (int64_t j = 0; j < TILE && it.rows[j] >= 0; j++) {
-            int64_t group = it.rows[j] * divide_up(K, per) + first / per;
-            for (int64_t k = 0; k < count; k += 4)
-                memcpy(codes + it.rows[j] * K + first + k, it.fours[k / 4] + j,
-                       (size_t)min_int(4, count - k));
-            for (int64_t g = 0; scales && g < groups; g++) scales[group + g] = it.scales[g][j];
-            for (int64_t g = 0; offsets && g < groups; g++) offsets[group + g] = it.offsets[g][j];
-        }
+        read_together(&s, first, its, size);
+        for (int64_t i = 0; i < size; i++) put_columns(op, its + i, first, per);
     }
 }

@@ -188,8 +188,7 @@ static int pack_header(const Op *op, const Shape *shape, char *to, const Columns
 /* Panels of a chunk. A cache line has codes of 128 outputs of a column of OUTPUTS, the next column's are
  * in another page: the panels that it serves are made together. */
 INLINE int64_t panels_of_chunk(const Op *op) {
-    if (op->n[5] % TALL_SCALES != OUTPUTS_LAYOUT) return 1;
-    return 128 / (op->flags < GATE_SILU ? TILE : VW);
+    return columns_at_once(op->n[5] % TALL_SCALES, op->flags >= GATE_SILU);
 }
 
 static int64_t pack_quantized_chunks(const Op *op, const Step *step, int threads) {
@@ -240,14 +239,13 @@ static void pack_quantized_run(const Op *op, const Step *step, int64_t chunk, Wo
                 .layout = op->n[5] % TALL_SCALES, .bits = op->n[6], .K = op->n[0], .beside = op->n[7],
                 .further = op->flags < GATE_SILU ? TILE : VW};
     uint8_t *faults = op->p[8];
-    Columns *its = (Columns *)me->scratch; /* of each panel */
+    Columns *its = (Columns *)me->scratch; /* a panel each */
     for (int64_t i = 0; i < count; i++)
         for (int64_t j = 0; j < TILE; j++)
             its[i].rows[j] = row_of(op, from + i, j), its[i].of[j] = is_up(op, j);
     Reached start = {0}, end = {0};
     for (int64_t first = 0; first < shape.blocks * shape.block; first += COLUMNS, start = end) {
-        int are_read = size > 1 && count == size && lines_of_outputs(&s, first, its);
-        for (int64_t i = 0; !are_read && i < count; i++) read_columns(&s, first, its + i);
+        read_together(&s, first, its, count);
         for (int64_t i = 0; i < count; i++) {
             end = start;
             faults[from + i] |= (uint8_t)pack_columns(op, &shape, its + i, from + i, first, &end);
