@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -166,6 +167,7 @@ def make_models(
     """Make missing checkpoints and their quantized forms, each in its own process."""
     env = environment(ENGINES[OURS], places, THREADS)
     folder = Path(places.home / "models")
+    _check_makers(models, engines, places)
     for model in models:
         if model.vocabulary and not Path(places.checkpoint(model)).exists():
             console.out(f"Making the checkpoint {model.name}")
@@ -180,6 +182,17 @@ def make_models(
         if model.vocabulary:
             _make_gguf(model, engines, places, console)
             _write_quantized(model, engines, places, console)
+
+
+def _check_makers(models: Sequence[Model], engines: Sequence[Engine], places: Places) -> None:
+    """ConfigError before anything is made, where llama.cpp has to make a file and is missing."""
+    llama = ENGINES[LLAMA]
+    for model, engine in itertools.product(models, engines):
+        file = Path(places.source(engine, model))
+        is_missing = model.vocabulary and file.suffix == ".gguf" and not file.exists()
+        if is_missing and not places.is_installed(llama):
+            message = f"{file.name} is made by llama.cpp's programs: add --install {llama.home}"
+            raise ConfigError(message, param="engines")
 
 
 def _write_quantized(
@@ -216,9 +229,6 @@ def _make_gguf(model: Model, engines: Sequence[Engine], places: Places, console:
     for target, weights in files.items():
         if target.suffix != ".gguf" or target.exists():
             continue
-        if not places.is_installed(llama):
-            message = f"{target.name} is made by llama.cpp's programs: --install {llama.home}"
-            raise ConfigError(message, param="engines")
         console.out(f"Making {target.name}")
         if not whole.exists():
             script = Path(__file__).resolve().parent / "peers" / "to_gguf.py"

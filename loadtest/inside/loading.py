@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     from streamer.model.quantization.interface import Scheme
 
 FILE = "weights"
+LEGEND = (
+    "GB of the file a second. new: the file read into new memory; read: its tensors into memory "
+    "that is used again; parse: codes and scales out of them; pack: those into panels; both: the "
+    "last two; load: all of it; / new: how many times new's rate."
+)
 MAX_RATE = 100  # GB/s; beyond, nothing is done
 
 
@@ -77,8 +82,6 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
     from streamer.kernels import ops
 
-    if why := ops.why_not_native():
-        raise ConfigError(f"there are no native kernels here: {why}", param="threads")
     known = schemes()
     names = args.formats or list(known)
     if unknown := [name for name in names if name not in known]:
@@ -88,6 +91,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     for name in ("layers", "scale", "repeats", "threads"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ConfigError(f"--{name} must be at least 1", param=name)
+    if why := ops.why_not_native():
+        raise ConfigError(f"there are no native kernels here: {why}", param="threads")
     threads = args.threads or torch.get_num_threads()
     ops.for_cpu().set_threads(threads)
     torch.set_num_threads(1)  # as where a model is loaded
@@ -95,8 +100,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
     for name in names:
         with console.status(f"Measuring {name}"):
             found.append(measure(name, known[name], args))
-    title = f"{args.layers} layers, {args.scale} x the widths, {threads} threads"
+    title = f"layers: {args.layers}, times the widths: {args.scale}, threads: {threads}"
     console.print(terminal(table(found), title))
+    console.print(LEGEND)
     return 0
 
 
