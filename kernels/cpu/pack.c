@@ -210,7 +210,8 @@ static int pack_columns(const Op *op, const Shape *shape, Columns *it, int64_t p
     char *to = (char *)op->p[1] + panel * shape->panel_bytes, *out = to + at->bytes;
     int64_t g = at->group, left = at->left, here = 0;
     int bits = bits_of(shape->form), faults = 0;
-    if (!has_scales(op->n[5] % TALL_SCALES) && from < until) pack_floats(op, it, 2, from, until, it->scales);
+    if (!has_scales(op->n[5] % TALL_SCALES) && from < until)
+        pack_floats(op, it, 2, from, until, it->scales);
     if (op->p[3] && shape->form & OFFSETS && from < until)
         pack_floats(op, it, 3, from, until, it->offsets);
     for (int64_t k = first; k < last; k += 16, left -= 16, out += 2 * TILE * bits) {

@@ -27,23 +27,23 @@ INLINE int64_t word_of(const Stored *s, int64_t row, int64_t k, int *shift) {
  * places    of an output's word, from that of the first matrix's first output
  * shifts    of OUTPUTS: of its code in the word
  * present   ~0 where there is such an output, else 0
- * are_all   there are all; is_along: and each half of them side by side, a word each
+ * is_along  there are all, and each half of them side by side, a word each
  */
 typedef struct {
     const uint32_t *words;
     int64_t places[TILE];
     uint32_t shifts[TILE], present[TILE];
-    int are_all, is_along;
+    int is_along;
 } Outputs;
 
 static void find_outputs(const Stored *s, const Columns *it, Outputs *to) {
+    int are_all = 1;
     memset(to, 0, sizeof *to);
     to->words = (const uint32_t *)s->codes[0];
-    to->are_all = 1;
     for (int64_t j = 0; j < TILE; j++) {
         int shift = 0, none;
         if (it->rows[j] < 0) {
-            to->are_all = 0;
+            are_all = 0;
             continue;
         }
         to->present[j] = ~0u;
@@ -51,7 +51,7 @@ static void find_outputs(const Stored *s, const Columns *it, Outputs *to) {
                         ((const uint32_t *)s->codes[it->of[j]] - to->words);
         if (s->layout == OUTPUTS_LAYOUT) to->shifts[j] = (uint32_t)shift;
     }
-    to->is_along = s->layout == WORDS_LAYOUT && to->are_all &&
+    to->is_along = s->layout == WORDS_LAYOUT && are_all &&
                    to->places[VW - 1] - to->places[0] == VW - 1 &&
                    to->places[TILE - 1] - to->places[VW] == VW - 1;
 }
@@ -74,8 +74,10 @@ static void whole_words(const Stored *s, const Outputs *o, int64_t first, int64_
 /* 4 columns of OUTPUTS, 128 of each, as words of the 4 panels that these are, `apart` from each other:
  * the low and high halves of a panel's 64 bytes are put in their places at once. */
 INLINE void place_outputs(const __m512i *c, const __m512i *where, Columns *its, int apart, int64_t i) {
-    const __m512i low[2] = {_mm512_shuffle_i32x4(c[0], c[1], 0x44), _mm512_shuffle_i32x4(c[2], c[3], 0x44)};
-    const __m512i high[2] = {_mm512_shuffle_i32x4(c[0], c[1], 0xee), _mm512_shuffle_i32x4(c[2], c[3], 0xee)};
+    const __m512i low[2] = {_mm512_shuffle_i32x4(c[0], c[1], 0x44),
+                            _mm512_shuffle_i32x4(c[2], c[3], 0x44)};
+    const __m512i high[2] = {_mm512_shuffle_i32x4(c[0], c[1], 0xee),
+                             _mm512_shuffle_i32x4(c[2], c[3], 0xee)};
     const __m512i panels[4] = {
         _mm512_shuffle_i32x4(low[0], low[1], 0x88), _mm512_shuffle_i32x4(low[0], low[1], 0xdd),
         _mm512_shuffle_i32x4(high[0], high[1], 0x88), _mm512_shuffle_i32x4(high[0], high[1], 0xdd)};

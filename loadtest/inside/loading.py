@@ -139,12 +139,11 @@ def measure(name: str, scheme: Scheme, args: argparse.Namespace) -> Measured:
     from streamer.model.files import WeightFiles
 
     torch.manual_seed(0)
-    scale = args.scale
     with tempfile.TemporaryDirectory() as folder:
         with (Path(folder) / FILE).open("wb") as file:
             found: list[Layer] = [
                 [
-                    ([stored(file, scheme, n * scale, k * scale) for n in outputs], gates)
+                    ([stored(file, scheme, n * args.scale, k * args.scale) for n in outputs], gates)
                     for outputs, k, gates in PARTS
                 ]
                 for _ in range(args.layers)

@@ -99,6 +99,7 @@ def test_panels_of_the_same_words_are_made_together(group: int, is_gated: bool) 
         native.pack_weight([part], None, activation, dtype=torch.float32) for part in (kept, plain)
     ]
     assert same(*packed)
+    assert torch.equal(kept.unpacked().codes, codes)
 
 
 def tall(x: torch.Tensor) -> torch.Tensor:
