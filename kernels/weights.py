@@ -8,6 +8,7 @@ every backend take it. What a code means is `dequantize`, the reference of every
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,7 @@ class Layout:
 
 
 class NotFinite(ValueError):
-    """Scales or offsets among a weight's codes are NaN or infinite."""
+    """Scales or offsets among a weight's codes, or codes of FP8, are NaN or infinite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,15 @@ def dequantize(weight: Weight) -> torch.Tensor:
     return out
 
 
+def dequantize_finite(weight: Weight) -> torch.Tensor:
+    """As `dequantize`; NotFinite where scales, offsets or codes are no numbers, or too large."""
+    dense = dequantize(weight)
+    is_finite = isinstance(weight, torch.Tensor) or math.isfinite(dense.sum())
+    if not is_finite and not dense.isfinite().all():  # the sum may be too large alone
+        raise NotFinite("scales, offsets or codes: some are NaN or infinite")
+    return dense
+
+
 def rows_of(weight: Weight, start: int, end: int) -> Weight:
     """Rows from `start` up to `end`, in memory of their own."""
     if isinstance(weight, torch.Tensor):
@@ -179,7 +189,8 @@ def _sliced(
 def stack(parts: Sequence[Weight], dtype: torch.dtype | None) -> torch.Tensor:
     """The parts [N_i, K] as one dense weight of the dtype (None: theirs), stacked along N."""
     dense = [
-        part if isinstance(part, torch.Tensor) else dequantize(part).to(dtype) for part in parts
+        part if isinstance(part, torch.Tensor) else dequantize_finite(part).to(dtype)
+        for part in parts
     ]
     whole = dense[0] if len(dense) == 1 else torch.cat(dense)
     return whole if dtype is None else whole.to(dtype)

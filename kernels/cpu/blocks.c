@@ -137,7 +137,7 @@ INLINE void halves_of(const uint8_t *const *rows, int64_t start, int64_t stride,
                 memcpy(&one, rows[j + k] + start + i * stride, 2);
                 bits[k] = one;
             }
-            store_f32(to[i * per_block] + j, of_half((vi)of_halves(bits)) * sign);
+            store_f32(to[i * per_block] + j, of_half(bits) * sign);
         }
 }
 

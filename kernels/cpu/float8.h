@@ -21,20 +21,55 @@ __attribute__((constructor)) static void fill_float8_levels(void) {
 
 INLINE int64_t float8_group(int64_t columns) { return columns == 16 ? 16 : FLOAT8_GROUP; }
 
-/* The largest of FLOAT8_GROUP codes without their signs. */
-INLINE int float8_largest(const uint8_t *from) {
-    int largest = 0;
-#if defined(__AVX2__)
-    __m256i all = _mm256_and_si256(_mm256_loadu_si256((const void *)from), _mm256_set1_epi8(127));
-    __m128i part = _mm_max_epu8(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
-    part = _mm_max_epu8(part, _mm_srli_epi16(part, 8));
-    part = _mm_sub_epi16(_mm_set1_epi16(255), _mm_and_si128(part, _mm_set1_epi16(255)));
-    largest = 255 - _mm_extract_epi16(_mm_minpos_epu16(part), 0);
-#else
-    for (int i = 0; i < FLOAT8_GROUP; i++)
-        largest = (from[i] & 127) > largest ? from[i] & 127 : largest;
+#if VW == 16
+#define SIMD(name) _mm512_##name
+typedef __m512i Bytes;
+#elif VW == 8
+#define SIMD(name) _mm256_##name
+typedef __m256i Bytes;
 #endif
-    return largest;
+
+#if VW >= 8
+/* Of VW groups, two or one in each of 8 vectors: of every two vectors words are compared side by side,
+ * then pairs of them, then of all the bytes in a word, at last a group's halves. */
+INLINE void float8_largest_of_all(const uint8_t *from, uint8_t *to) {
+    Bytes v[8], all;
+    for (int i = 0; i < 8; i++)
+        v[i] = (Bytes)(load_i32(from + i * (int)sizeof *v) & 0x7f7f7f7f);
+    for (int i = 0; i < 4; i++)
+        v[i] = SIMD(max_epu8)(SIMD(unpacklo_epi32)(v[2 * i], v[2 * i + 1]),
+                              SIMD(unpackhi_epi32)(v[2 * i], v[2 * i + 1]));
+    for (int i = 0; i < 2; i++) {
+        v[i] = SIMD(max_epu8)(SIMD(unpacklo_epi64)(v[2 * i], v[2 * i + 1]),
+                              SIMD(unpackhi_epi64)(v[2 * i], v[2 * i + 1]));
+        v[i] = SIMD(max_epu8)(v[i], (Bytes)((vu)v[i] >> 16));
+        v[i] = (Bytes)((vu)SIMD(max_epu8)(v[i], (Bytes)((vu)v[i] >> 8)) & 255);
+    }
+    all = SIMD(packus_epi32)(v[0], v[1]);
+#if VW == 16
+    all = _mm512_max_epu8(all, _mm512_shuffle_i32x4(all, all, 0xb1));
+    __m128i even = _mm512_castsi512_si128(all), odd = _mm512_extracti32x4_epi32(all, 2);
+    _mm_storeu_si128((void *)to, _mm_or_si128(even, _mm_slli_epi16(odd, 8)));
+#else
+    __m128i words = _mm_max_epu8(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+    _mm_storel_epi64((void *)to, _mm_packus_epi16(words, words));
+#endif
+}
+#endif
+
+/* The largest of FLOAT8_GROUP codes without their signs, of each of `count` groups, at most VW. */
+INLINE void float8_largest(const uint8_t *from, int count, uint8_t *largest) {
+#if VW >= 8
+    if (count == VW) {
+        float8_largest_of_all(from, largest);
+        return;
+    }
+#endif
+    for (int g = 0; g < count; g++, from += FLOAT8_GROUP) {
+        largest[g] = 0;
+        for (int i = 0; i < FLOAT8_GROUP; i++)
+            largest[g] = (from[i] & 127) > largest[g] ? from[i] & 127 : largest[g];
+    }
 }
 
 /* FLOAT8_GROUP codes as integers around 128. */
@@ -66,31 +101,44 @@ INLINE void float8_integers(const uint8_t *from, const uint8_t *levels, uint8_t 
 #endif
 }
 
+/* Groups of fewer codes, or the last one, each followed by zeros to FLOAT8_GROUP. */
+INLINE void float8_spread(uint8_t *to, const uint8_t *from, int64_t count, int64_t group) {
+    for (int64_t k = 0; k < count; k += group, to += FLOAT8_GROUP) {
+        memset(to, 0, FLOAT8_GROUP);
+        memcpy(to, from + k, (size_t)min_int(group, count - k));
+    }
+}
+
 /* `K` codes of a row, with a scale for 16 columns, a multiple of it, or all; `left` columns have the
- * first one. Integers' scales are rounded to float16 where that rounds by little. */
+ * first one. Integers' scales are rounded to float16 where that rounds by little; that of a group with
+ * a code which is no number is none. */
 static void float8_row(const uint8_t *from, const float *scale, int64_t K, int64_t columns,
                        int64_t left, uint8_t *codes, float *to) {
     const int64_t group = float8_group(columns);
-    float scales[VW] = {0};
-    int8_t largest[VW] = {0};
-    int g = 0;
-    for (int64_t k = 0; k < K; k += group, left -= group) {
-        uint8_t some[FLOAT8_GROUP] = {0}, found[FLOAT8_GROUP];
-        const int64_t count = min_int(group, K - k);
-        const int is_whole = count == FLOAT8_GROUP;
-        if (left <= 0) scale++, left = columns;
-        if (!is_whole) memcpy(some, from + k, (size_t)count);
-        const uint8_t *here = is_whole ? from + k : some;
-        const int most = float8_largest(here);
-        float8_integers(here, float8_levels[most], is_whole ? codes + k : found);
-        if (!is_whole) memcpy(codes + k, found, (size_t)count);
-        largest[g] = (int8_t)most;
-        scales[g++] = *scale;
-        if (g < VW && k + group < K) continue;
-        vf wide = value_of(load_bytes(largest), FP8) * load_f32(scales) / 127.0f;
+    const int is_whole = group == FLOAT8_GROUP && K % FLOAT8_GROUP == 0;
+    uint8_t some[VW * FLOAT8_GROUP], found[VW * FLOAT8_GROUP];
+    for (int64_t k = 0; k < K; k += VW * group) {
+        const int count = (int)min_int(VW, divide_up(K - k, group));
+        const uint8_t *here = from + k;
+        uint8_t *there = is_whole ? codes + k : found;
+        uint8_t largest[VW] = {0};
+        float scales[VW] = {0};
+        if (!is_whole) here = some, float8_spread(some, from + k, min_int(K - k, VW * group), group);
+        float8_largest(here, count, largest);
+        for (int g = 0; g < count; g++, left -= group) {
+            if (left <= 0) scale++, left = columns;
+            scales[g] = *scale;
+            float8_integers(here + g * FLOAT8_GROUP, float8_levels[largest[g]],
+                            there + g * FLOAT8_GROUP);
+            if (!is_whole)
+                memcpy(codes + k + g * group, found + g * FLOAT8_GROUP,
+                       (size_t)min_int(group, K - k - g * group));
+        }
+        vi most = load_bytes(largest);
+        vf wide = value_of(most, FP8) * load_f32(scales) / 127.0f;
+        wide = choose(most == 127, splat(NAN), wide);
         vf narrow = of_half(half_of(wide));
         vf chosen = choose(magnitude(narrow - wide) <= wide * 0x1p-11f, narrow, wide);
-        memcpy(to, &chosen, (size_t)g * sizeof *to);
-        to += g, g = 0;
+        memcpy(to + k / group, &chosen, (size_t)count * sizeof *to);
     }
 }

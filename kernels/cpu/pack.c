@@ -128,20 +128,25 @@ INLINE void pack_sixteen(char *to, const Words *c, int bits) {
     }
 }
 
-/* Numbers of TILE outputs, as they are or as float16, to `to`; what is lost. */
-INLINE int put_numbers(char *to, const float *from, int form) {
-    if (form & WIDE_SCALES) {
-        memcpy(to, from, TILE * sizeof *from);
-        return 0;
-    }
-    vi faults = {0};
+/* Lanes of what was rounded by too much, and of what is no number. */
+typedef struct {
+    vi rounded, strange;
+} Lost;
+
+/* Numbers of TILE outputs, as they are or as float16, to `to`. Those are numbers, and below 2**120:
+ * with the largest code, a table's, so are weights. */
+INLINE void put_numbers(char *to, const float *from, int form, Lost *lost) {
     for (int j = 0; j < TILE; j += VW) {
         vf x = load_f32(from + j);
-        vi half = half_of(x);
-        faults |= ~(magnitude(of_half(half) - x) <= magnitude(x) * 0x1p-11f);
-        store_halves(to + 2 * j, (vu)half);
+        if (form & WIDE_SCALES) {
+            store_f32((float *)to + j, x);
+            lost->strange |= ~(magnitude(x) * 256.0f < INFINITY);
+            continue;
+        }
+        vh half = half_of(x); /* infinity is too far from what is no number */
+        *(vh_any *)(to + 2 * j) = half;
+        lost->rounded |= ~(magnitude(of_half(half) - x) <= magnitude(x) * 0x1p-11f);
     }
-    return any_of(faults) ? ROUNDED : 0;
 }
 
 /* Zero points of group g, two a byte. */
@@ -157,32 +162,18 @@ INLINE void put_zeros(uint8_t *to, const Op *op, const Columns *it, int64_t g) {
     for (int j = 0; j < VW; j++) to[j] = (uint8_t)(zeros[j] | zeros[j + VW] << 4);
 }
 
-/* Whether scales and offsets are numbers, and below 2**120: with the largest code, a table's, so are
- * weights. */
-INLINE int are_finite(const float *x) {
-    vi strange = {0};
-    for (int j = 0; j < TILE; j += VW)
-        strange |= ~(magnitude(load_f32(x + j)) * 256.0f < INFINITY);
-    return !any_of(strange);
-}
-
-/* What precedes the codes of group g, the one `here` of the columns; faults. */
-static int pack_header(const Op *op, const Shape *shape, char *to, const Columns *it, int64_t g,
-                       int64_t here) {
+/* What precedes the codes of group g, the one `here` of the columns. */
+INLINE void pack_header(const Op *op, const Shape *shape, char *to, const Columns *it, int64_t g,
+                        int64_t here, Lost *lost) {
     char *group = to + group_at(shape, g);
-    const float *scales = it->scales[here], *offsets = it->offsets[here];
-    int faults = put_numbers(group, scales, shape->form);
-    if (!are_finite(scales)) faults |= NOT_FINITE;
-    if (shape->form & OFFSETS) {
-        faults |= put_numbers(group + shape->header / 2, offsets, shape->form);
-        if (!are_finite(offsets)) faults |= NOT_FINITE;
-    }
+    put_numbers(group, it->scales[here], shape->form, lost);
+    if (shape->form & OFFSETS)
+        put_numbers(group + shape->header / 2, it->offsets[here], shape->form, lost);
     if (shape->form & ZEROS) {
         uint8_t *zeros = (uint8_t *)to + zeros_at(shape, g);
         if (g % TOGETHER == 0) memset(zeros, 0, VW * TOGETHER);
         put_zeros(zeros, op, it, g);
     }
-    return faults;
 }
 
 /* Panels of a chunk. A cache line has codes of 128 outputs of a column of OUTPUTS, the next column's are
@@ -209,7 +200,8 @@ static int pack_columns(const Op *op, const Shape *shape, Columns *it, int64_t p
     const int64_t from = divide_up(first, group), until = min_int(groups, divide_up(last, group));
     char *to = (char *)op->p[1] + panel * shape->panel_bytes, *out = to + at->bytes;
     int64_t g = at->group, left = at->left, here = 0;
-    int bits = bits_of(shape->form), faults = 0;
+    int bits = bits_of(shape->form);
+    Lost lost = {{0}, {0}};
     if (!has_scales(op->n[5] % TALL_SCALES) && from < until)
         pack_floats(op, it, 2, from, until, it->scales);
     if (op->p[3] && shape->form & OFFSETS && from < until)
@@ -217,7 +209,7 @@ static int pack_columns(const Op *op, const Shape *shape, Columns *it, int64_t p
     for (int64_t k = first; k < last; k += 16, left -= 16, out += 2 * TILE * bits) {
         Words *c = it->fours + (k - first) / 4;
         if (left == 0) {
-            faults |= pack_header(op, shape, to, it, g, here);
+            pack_header(op, shape, to, it, g, here, &lost);
             out = to + group_at(shape, g) + shape->header;
             left = group;
             g++, here++;
@@ -226,7 +218,7 @@ static int pack_columns(const Op *op, const Shape *shape, Columns *it, int64_t p
         else pack_sixteen(out, c, bits);
     }
     *at = (Reached){g, left, out - to};
-    return faults;
+    return (any_of(lost.rounded) ? ROUNDED : 0) | (any_of(lost.strange) ? NOT_FINITE : 0);
 }
 
 static void pack_quantized_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {

@@ -26,7 +26,7 @@ import torch
 from streamer.kernels.cpu.blocks import LAYOUTS, TALL, bits_of, layout
 from streamer.kernels.cpu.memory import chunks, new_panels
 from streamer.kernels.cpu.program import Call, Kind, issue, new_rows, team
-from streamer.kernels.weights import NotFinite, QuantizedWeight, Weight, dequantize
+from streamer.kernels.weights import NotFinite, QuantizedWeight, Weight, dequantize_finite
 
 # quantized_linear.c's form
 EIGHT_BITS, SIX_BITS, OFFSETS, WIDE_SCALES, ZEROS, ZERO = 1, 2, 4, 8, 16, 32
@@ -82,7 +82,7 @@ class Quantized:
             )
             faults = self._pack(pieces, flags)
             if faults & NOT_FINITE:
-                raise NotFinite("scales or offsets: some are NaN or infinite")
+                raise NotFinite("scales, offsets or codes: some are NaN or infinite")
             if not faults:
                 break
             chunks.give_back(self._packed.view(-1))
@@ -332,11 +332,7 @@ def widest(parts: Sequence[Weight]) -> list[Weight]:
     ]
     is_one_order = all(_same(part.permutation, quantized[0].permutation) for part in quantized)
     if len(quantized) < len(parts) or not is_one_order:
-        for part in quantized:  # what is packed dense is not looked at
-            numbers = [part.scales] if part.offsets is None else [part.scales, part.offsets]
-            if not all(bool(x.isfinite().all()) for x in numbers):
-                raise NotFinite("scales or offsets: some are NaN or infinite")
-        return [dequantize(part) for part in parts]
+        return [dequantize_finite(part) for part in parts]
     k = quantized[0].shape[1]
     group = math.gcd(*(part.group for part in quantized if part.group < k)) or k
     zero = quantized[0].zero if len({part.zero for part in quantized}) == 1 else 0

@@ -2,9 +2,10 @@
 
 Layers of a decoder are stored in each format, their values random, and loaded as the loader does:
 files into memory (WeightFiles), the format's codes and scales out of it, those into the kernels'
-panels, parts that are computed as one together. Rates are of stored bytes; beside each stands that
-of reading all of the file into memory that nothing used before, as the panels' is, on one thread.
-The fastest run counts. Dense matrices, and those that are quantized meanwhile, are the last rows.
+panels, parts that are computed as one together. Rates are of stored bytes; beside each stand those
+of reading all of the file on one thread: as any program does, and into memory that nothing used
+before and that has huge pages, as the panels' is. The fastest run counts. Dense matrices, and those
+that are quantized meanwhile, are the last rows.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ if TYPE_CHECKING:
 
 FILE = "weights"
 LEGEND = (
-    "GB of the file a second. new: the file read into new memory; read: its tensors into memory "
-    "that is used again; parse: codes and scales out of them; pack: those into panels; both: the "
-    "last two; load: all of it; / new: how many times new's rate."
+    "GB of the file a second. plain: the file read at once, as open(path, 'rb').read() does; new: "
+    "read into new memory in huge pages; read: its tensors into memory that is used again; parse: "
+    "codes and scales out of them; pack: those into panels; both: the last two; load: all of it; "
+    "/ new, / plain: how many times their rates."
 )
 MAX_RATE = 100  # GB/s; beyond, nothing is done
 
@@ -54,11 +56,13 @@ Layer = list[tuple[list[Stored], str | None]]  # matrices that are computed as o
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """One format: bytes of the file, and seconds of reading it into new memory, of reading a tensor
-    after the other, of parsing, of packing, and of loading it: these three and what is between."""
+    """One format: bytes of the file, and seconds of reading it at once, of reading it into new
+    memory, of reading a tensor after the other, of parsing, of packing, and of loading it: these
+    three and what is between."""
 
     name: str
     stored: int
+    read_plain: float
     read_new: float
     read: float
     parse: float
@@ -140,7 +144,8 @@ def measure(name: str, scheme: Scheme, args: argparse.Namespace) -> Measured:
 
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        with (Path(folder) / FILE).open("wb") as file:
+        path = Path(folder) / FILE
+        with path.open("wb") as file:
             found: list[Layer] = [
                 [
                     ([stored(file, scheme, n * args.scale, k * args.scale) for n in outputs], gates)
@@ -151,7 +156,7 @@ def measure(name: str, scheme: Scheme, args: argparse.Namespace) -> Measured:
             size = file.tell()
         with closing(WeightFiles(Path(folder))) as files, torch.inference_mode():
             runs = [
-                (read_new(Path(folder) / FILE), *load(files, scheme, found))
+                (read_plain(path), read_new(path), *load(files, scheme, found))
                 for _ in range(args.repeats)
             ]
     return Measured(name, size, *map(min, zip(*runs, strict=True)))
@@ -205,6 +210,13 @@ def random_values(
     return numbers(0, 0x7E if kind == torch.float8_e4m3fn else 256, count * kind.itemsize)
 
 
+def read_plain(path: Path) -> float:
+    """Seconds of reading a file whole."""
+    start = time.perf_counter()
+    path.read_bytes()
+    return time.perf_counter() - start
+
+
 def read_new(path: Path) -> float:
     """Seconds of reading a file whole into memory as the panels' is, which nothing used before."""
     import torch
@@ -248,39 +260,43 @@ def load(
             pack += time.perf_counter() - start
             del parts, raw
         files.memory.shrink()
-        return_freed()
-    return read, parse, pack, time.perf_counter() - begin
+    took = time.perf_counter() - begin
+    return_freed()
+    return read, parse, pack, took
 
 
 def parsed(scheme: Scheme, matrix: Stored, raw: list[torch.Tensor]) -> Weight:
     """A matrix of its tensors' bytes, with the loader's checks."""
     import torch
 
-    from streamer.model.loader import CHECKED, TORCH_DTYPES
+    from streamer.model.checkpoint import FLOATS
+    from streamer.model.loader import TORCH_DTYPES
     from streamer.model.quantization.interface import check_finite, check_numbers
 
     tensors = {}
     for (name, (entry, shape)), data in zip(matrix.tensors.items(), raw, strict=True):
         kind = TORCH_DTYPES.get(entry.dtype)
         tensors[name] = data.view(matrix.n, -1) if kind is None else data.view(kind).view(shape)
-        if entry.dtype in CHECKED:
+        if entry.dtype in FLOATS:
             check_numbers(name, tensors[name])
     weight = scheme.read(tensors, matrix.n, matrix.k)
-    return weight if isinstance(weight, torch.Tensor) else check_finite("", weight)
+    return (
+        weight if isinstance(weight, torch.Tensor) else check_finite("", weight, with_codes=False)
+    )
 
 
 def table(found: Sequence[Measured]) -> list[tuple[str, ...]]:
-    """Rows of text: gigabytes of the file a second, and the rate of reading into new memory as a
-    share of that of parsing and packing, and of loading."""
-    rows: list[tuple[str, ...]] = [
-        ("format", "MB", "new, GB/s", "read", "parse", "pack", "both", "/ new", "load", "/ new")
-    ]
+    """Rows of text: gigabytes of the file a second, and how many times as fast parsing and packing
+    are as reading into new memory, and loading as reading the file."""
+    titles = ("plain, GB/s", "new", "read", "parse", "pack", "both", "/ new", "load", "/ plain")
+    rows: list[tuple[str, ...]] = [("format", "MB", *titles)]
     for one in found:
         both = one.parse + one.pack
-        seconds = (one.read_new, one.read, one.parse, one.pack, both, one.load)
+        reads = (one.read_plain, one.read_new, one.read)
+        seconds = (*reads, one.parse, one.pack, both, one.load)
         rates = [one.stored / s / 1e9 for s in seconds]
         shown = ["-" if rate > MAX_RATE else f"{rate:.1f}" for rate in rates]
-        shares = [f"{one.read_new / took:.2f}" for took in (both, one.load)]
+        shares = [f"{one.read_new / both:.2f}", f"{one.read_plain / one.load:.1f}"]
         size = f"{one.stored / 1e6:.0f}"
-        rows.append((one.name, size, *shown[:5], shares[0], shown[5], shares[1]))
+        rows.append((one.name, size, *shown[:6], shares[0], shown[6], shares[1]))
     return rows

@@ -254,7 +254,7 @@ def _weight(
 
 @contextmanager
 def _finite(names: list[str], parts: list[ops.Weight]) -> Iterator[None]:
-    """Say which of the parts holds scales that are no numbers."""
+    """Say which of the parts holds scales or codes that are no numbers."""
     try:
         yield
     except NotFinite as e:

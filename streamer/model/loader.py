@@ -58,7 +58,6 @@ TORCH_DTYPES = {
     "U8": torch.uint8,
 }
 STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-CHECKED = (*FLOATS, "F8_E4M3")  # for NaN; of other types the schemes know what is a number
 ROPE_BUFFER = r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 # Scales and zero points of activations and of a quantized KV cache.
 UNUSED = (
@@ -328,7 +327,7 @@ class FileSource:
             return weight.to(self.device, self.dtype)
         if self.device != CPU:
             weight = weight.unpacked()
-        return check_finite(module, weight).to(self.device)
+        return check_finite(module, weight, with_codes=self.device != CPU).to(self.device)
 
     def rows(self, module: str, start: int, end: int) -> Weight:
         """Rows of `weight` from `start` up to `end`: of a dense matrix nothing else is read."""
@@ -342,9 +341,8 @@ class FileSource:
         return self._read_entry(part).to(self.device, self.dtype)
 
     def layer_done(self) -> None:
-        """Return the memory that the layer took meanwhile, and tell the caller."""
+        """Keep no more memory than this layer used, and tell the caller."""
         self._files.memory.shrink()
-        return_freed()
         self._layer_done()
 
     def _read(self, name: str) -> torch.Tensor:
@@ -353,7 +351,7 @@ class FileSource:
 
     def _read_entry(self, entry: TensorEntry) -> torch.Tensor:
         data = self._shaped(entry, self._files.read(entry))
-        if entry.dtype in CHECKED:
+        if entry.dtype in FLOATS:  # of other types the schemes know what is a number
             check_numbers(entry.name, data)
         return data
 

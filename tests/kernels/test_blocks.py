@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from streamer.kernels import reference
 from streamer.kernels.cpu import blocks, native, quantized_linear
 from streamer.kernels.cpu.linear import Linear
 from streamer.kernels.weights import NotFinite, QuantizedWeight, columns_of, dequantize, rows_of
@@ -263,3 +264,27 @@ def test_blocks_that_are_no_numbers_are_refused_beside_dense_gates(is_first: boo
     parts = [unpack("Q4_K", raw), torch.ones(40, 256)]
     with pytest.raises(NotFinite):
         native.pack_weight(parts if is_first else parts[::-1], None, "silu", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize("column", [0, 31, 500, 511, 512, 575, 580])
+@pytest.mark.parametrize("per", [16, 64, 588])
+def test_float8_codes_that_are_no_numbers_are_refused(code: int, column: int, per: int) -> None:
+    """Wherever they stand: in groups that are compared together, among the last ones, in a group
+    that is not whole; beside the largest numbers, alone or stacked with others, or dense."""
+    codes = torch.full((40, 588), 0x7E, dtype=torch.uint8)
+    codes[1::2] = 0xFE
+    scales = torch.ones(40, -(-588 // per))
+
+    def weight() -> QuantizedWeight:
+        return QuantizedWeight(codes.view(torch.float8_e4m3fn), scales, per, 8)
+
+    native.pack_weight([weight()], dtype=torch.float32)
+    codes[33, column] = code
+    for parts in ([weight()], [weight(), torch.ones(40, 588)]):
+        with pytest.raises(NotFinite):
+            native.pack_weight(parts, dtype=torch.float32)
+    with pytest.raises(NotFinite):
+        native.pack_weight([weight(), weight()], None, "silu", dtype=torch.float32)
+    with pytest.raises(NotFinite):
+        reference.pack_weight([weight()], dtype=torch.float32)

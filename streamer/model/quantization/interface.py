@@ -133,10 +133,16 @@ def regroup(scales: torch.Tensor, group: int, k: int) -> torch.Tensor:
     return scales.repeat_interleave(group // held, 1)[:, : math.ceil(k / held)].contiguous()
 
 
-def check_finite(module: str, weight: QuantizedWeight) -> QuantizedWeight:
+def check_finite(
+    module: str, weight: QuantizedWeight, *, with_codes: bool = True
+) -> QuantizedWeight:
     """The weight; ModelNotSupported for a scale or offset that would make every answer NaN: one
-    that is no number, or so large that a weight would be infinite."""
+    that is no number, or so large that a weight would be infinite.
+
+    with_codes: for codes of FP8 that are no numbers, too. A CPU's backends find them: NotFinite."""
     is_float = weight.codes.dtype == torch.float8_e4m3fn
+    if is_float and with_codes:
+        check_numbers(f"{module}.weight", weight.codes)
     value = 256 if weight.table is not None else FP8_MAX if is_float else 1 << weight.bits
     most = value * _largest(f"{module}: scales", weight.scales)
     if weight.offsets is not None:

@@ -9,12 +9,12 @@ from streamer.loadtest.inside.loading import Measured, schemes, table
 
 
 def test_rates_are_those_worked_out_by_hand() -> None:
-    heading, row = table([Measured("Q4_0", 10**9, 0.2, 0.1, 0.05, 0.2, 0.4)])
-    assert heading[:5] == ("format", "MB", "new, GB/s", "read", "parse")
-    assert heading[5:] == ("pack", "both", "/ new", "load", "/ new")
-    assert row[:5] == ("Q4_0", "1000", "5.0", "10.0", "20.0")
-    assert row[5:] == ("5.0", "4.0", "0.80", "2.5", "0.50")
-    assert table([Measured("dense", 10**9, 0.2, 0.1, 0.0001, 0.2, 0.4)])[1][4] == "-"
+    heading, row = table([Measured("Q4_0", 10**9, 0.5, 0.2, 0.1, 0.05, 0.2, 0.4)])
+    assert heading[:6] == ("format", "MB", "plain, GB/s", "new", "read", "parse")
+    assert heading[6:] == ("pack", "both", "/ new", "load", "/ plain")
+    assert row[:6] == ("Q4_0", "1000", "2.0", "5.0", "10.0", "20.0")
+    assert row[6:] == ("5.0", "4.0", "0.80", "2.5", "1.2")
+    assert table([Measured("dense", 10**9, 0.5, 0.2, 0.1, 0.0001, 0.2, 0.4)])[1][5] == "-"
 
 
 def test_every_format_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
