@@ -132,9 +132,10 @@ def dequantize(weight: Weight) -> torch.Tensor:
     return out
 
 
-def dequantize_finite(weight: Weight) -> torch.Tensor:
-    """As `dequantize`; NotFinite where scales, offsets or codes are no numbers, or too large."""
-    dense = dequantize(weight)
+def dequantize_finite(weight: Weight, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """As `dequantize`, in the dtype (None: float32); NotFinite where scales, offsets or codes are
+    no numbers, or too large for it."""
+    dense = dequantize(weight).to(dtype)
     is_finite = isinstance(weight, torch.Tensor) or math.isfinite(dense.sum())
     if not is_finite and not dense.isfinite().all():  # the sum may be too large alone
         raise NotFinite("scales, offsets or codes: some are NaN or infinite")
@@ -189,8 +190,7 @@ def _sliced(
 def stack(parts: Sequence[Weight], dtype: torch.dtype | None) -> torch.Tensor:
     """The parts [N_i, K] as one dense weight of the dtype (None: theirs), stacked along N."""
     dense = [
-        part if isinstance(part, torch.Tensor) else dequantize_finite(part).to(dtype)
-        for part in parts
+        part if isinstance(part, torch.Tensor) else dequantize_finite(part, dtype) for part in parts
     ]
     whole = dense[0] if len(dense) == 1 else torch.cat(dense)
     return whole if dtype is None else whole.to(dtype)

@@ -21,7 +21,7 @@ __attribute__((constructor)) static void fill_float8_levels(void) {
 
 INLINE int64_t float8_group(int64_t columns) { return columns == 16 ? 16 : FLOAT8_GROUP; }
 
-#if VW == 16
+#if VW == 16 && defined(__AVX512BW__)
 #define SIMD(name) _mm512_##name
 typedef __m512i Bytes;
 #elif VW == 8
@@ -29,7 +29,7 @@ typedef __m512i Bytes;
 typedef __m256i Bytes;
 #endif
 
-#if VW >= 8
+#ifdef SIMD
 /* Of VW groups, two or one in each of 8 vectors: of every two vectors words are compared side by side,
  * then pairs of them, then of all the bytes in a word, at last a group's halves. */
 INLINE void float8_largest_of_all(const uint8_t *from, uint8_t *to) {
@@ -59,7 +59,7 @@ INLINE void float8_largest_of_all(const uint8_t *from, uint8_t *to) {
 
 /* The largest of FLOAT8_GROUP codes without their signs, of each of `count` groups, at most VW. */
 INLINE void float8_largest(const uint8_t *from, int count, uint8_t *largest) {
-#if VW >= 8
+#ifdef SIMD
     if (count == VW) {
         float8_largest_of_all(from, largest);
         return;

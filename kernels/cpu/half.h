@@ -6,7 +6,7 @@
 INLINE vh half_of(vf x) {
 #if VW == 16
     return (vh)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#elif defined(__F16C__)
+#elif VW == 8 && defined(__F16C__)
     return (vh)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
     vi bits = (vi)x & 0x7fffffff;
@@ -23,7 +23,7 @@ INLINE vh half_of(vf x) {
 INLINE vf of_half(vh half) {
 #if VW == 16
     return (vf)_mm512_cvtph_ps((__m256i)half);
-#elif defined(__F16C__)
+#elif VW == 8 && defined(__F16C__)
     return (vf)_mm256_cvtph_ps((__m128i)half);
 #else
     vi h = (vi)of_halves(half), is_large = (h & 0x7c00) == 0x7c00, bits = (h & 0x7fff) << 13;

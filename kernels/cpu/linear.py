@@ -149,7 +149,7 @@ def pack_weight(
     flags = ACTIVATIONS[activation]
     found = runs(parts)
     if activation is not None and len(found) > 1:
-        found = runs(widest(parts))
+        found = runs(widest(parts, dtype))
     matrices: list[Matrix] = []
     start = 0
     for run in found:

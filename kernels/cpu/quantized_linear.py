@@ -322,9 +322,9 @@ def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return torch.equal(a, b)
 
 
-def widest(parts: Sequence[Weight]) -> list[Weight]:
+def widest(parts: Sequence[Weight], dtype: torch.dtype | None = None) -> list[Weight]:
     """The parts in one form that holds them all exactly: codes of the most bits in their smallest
-    groups, or dense where one is or where permutations differ."""
+    groups, or dense, in the dtype (None: float32), where one is or where permutations differ."""
     quantized = [
         as_integers(part).unpacked().with_offsets()
         for part in parts
@@ -332,7 +332,7 @@ def widest(parts: Sequence[Weight]) -> list[Weight]:
     ]
     is_one_order = all(_same(part.permutation, quantized[0].permutation) for part in quantized)
     if len(quantized) < len(parts) or not is_one_order:
-        return [dequantize_finite(part) for part in parts]
+        return [dequantize_finite(part, dtype) for part in parts]
     k = quantized[0].shape[1]
     group = math.gcd(*(part.group for part in quantized if part.group < k)) or k
     zero = quantized[0].zero if len({part.zero for part in quantized}) == 1 else 0

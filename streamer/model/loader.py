@@ -18,7 +18,7 @@ import torch
 from msgspec.structs import replace
 
 from streamer.errors import ConfigError, ModelNotSupported
-from streamer.kernels.ops import Backend, Weight
+from streamer.kernels.ops import Backend, Weight, why_not_native
 from streamer.kernels.weights import rows_of
 from streamer.model.checkpoint import FLOATS, Checkpoint, TensorEntry
 from streamer.model.decoder import Decoder
@@ -343,6 +343,8 @@ class FileSource:
     def layer_done(self) -> None:
         """Keep no more memory than this layer used, and tell the caller."""
         self._files.memory.shrink()
+        if self.device == CPU and why_not_native():  # of 32-bit numbers much would be kept
+            return_freed()
         self._layer_done()
 
     def _read(self, name: str) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import ModuleType
 
 import pytest
 import torch
@@ -288,3 +289,17 @@ def test_float8_codes_that_are_no_numbers_are_refused(code: int, column: int, pe
         native.pack_weight([weight(), weight()], None, "silu", dtype=torch.float32)
     with pytest.raises(NotFinite):
         reference.pack_weight([weight()], dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kernels", [native, reference], ids=lambda kernels: kernels.__name__)
+@pytest.mark.parametrize("beside", [0, 1])
+def test_what_is_infinite_in_bfloat16_alone_is_refused(kernels: ModuleType, beside: int) -> None:
+    """A weight of 3.4e38, dense or among dense ones."""
+    codes = torch.full((64, 64), 0x7E, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    parts = [QuantizedWeight(codes, torch.full((64, 1), 7.59e35), 64, 8)]
+    dense = [torch.ones(64, 64)] * beside
+    assert dequantize(parts[0]).isfinite().all()
+    with pytest.raises(NotFinite):
+        kernels.pack_weight(
+            [*parts, *dense], None, "silu" if beside else None, dtype=torch.bfloat16
+        )

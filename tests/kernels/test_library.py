@@ -79,6 +79,17 @@ def test_older_machines_compute_the_same(
     assert len(list(folder.rglob("*.so"))) == 1
 
 
+@pytest.mark.skipif(not MACHINES, reason="these are flags of x86-64")
+@pytest.mark.parametrize("flags", ["-march=ivybridge", "-march=haswell -mavx512f"])
+def test_machines_with_some_of_the_instructions_compile(flags: str) -> None:
+    """Float16 without AVX2, and AVX512 without its bytes: one says nothing of the other."""
+    command = [*library._compiler(), *library.FLAGS, *flags.split(), "-O1", "-S", "-o", os.devnull]
+    done = subprocess.run(
+        [*command, str(library.FOLDER / library.MAIN)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_without_a_compiler_torch_serves(tmp_path: Path) -> None:
     """Also reports the reason."""
     done = run(["-c", WHICH], CC="/nowhere/cc", XDG_CACHE_HOME=str(tmp_path))

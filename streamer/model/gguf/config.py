@@ -228,7 +228,7 @@ def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
         elif value:
             unknown.append((key[:100], value))
     for key, value in unknown[:MAX_WARNINGS]:
-        logger.warning("%s = %s is not known here and has no effect", key, str(value)[:100])
+        logger.warning("%r = %r is not known here and has no effect", key, str(value)[:100])
     if (rest := len(unknown) - MAX_WARNINGS) > 0:
         logger.warning("nor have %d more keys of general.sampling", rest)
     found["eos_token_id"] = _end_ids(metadata)
