@@ -169,5 +169,7 @@ def test_the_authors_sampling_defaults(caplog: pytest.LogCaptureFixture) -> None
     )
     del found["eos_token_id"]
     assert found == {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
-    assert "general.sampling.xtc_threshold = 1 is not known here" in caplog.text
+    assert "'general.sampling.xtc_threshold' = '1' is not known here" in caplog.text
+    generation_of(VOCABULARY | {"general.sampling.a\nb": "c\nd"})
+    assert "'general.sampling.a\\nb' = 'c\\nd' is not known here" in caplog.text
     assert "mirostat" not in caplog.text
