@@ -133,8 +133,9 @@ typedef struct {
     vi rounded, strange;
 } Lost;
 
-/* Numbers of TILE outputs, as they are or as float16, to `to`. Those are numbers, and below 2**120:
- * with the largest code, a table's, so are weights. */
+/* Numbers of TILE outputs, as they are or as float16, to `to`. As they are they have to be numbers below
+ * 2**120, so that with the largest code, a table's, weights are; as float16 what is no number, or too
+ * large, is rounded by too much. */
 INLINE void put_numbers(char *to, const float *from, int form, Lost *lost) {
     for (int j = 0; j < TILE; j += VW) {
         vf x = load_f32(from + j);
@@ -143,7 +144,7 @@ INLINE void put_numbers(char *to, const float *from, int form, Lost *lost) {
             lost->strange |= ~(magnitude(x) * 256.0f < INFINITY);
             continue;
         }
-        vh half = half_of(x); /* infinity is too far from what is no number */
+        vh half = half_of(x);
         *(vh_any *)(to + 2 * j) = half;
         lost->rounded |= ~(magnitude(of_half(half) - x) <= magnitude(x) * 0x1p-11f);
     }

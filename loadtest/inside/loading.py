@@ -280,9 +280,9 @@ def parsed(scheme: Scheme, matrix: Stored, raw: list[torch.Tensor]) -> Weight:
         if entry.dtype in FLOATS:
             check_numbers(name, tensors[name])
     weight = scheme.read(tensors, matrix.n, matrix.k)
-    return (
-        weight if isinstance(weight, torch.Tensor) else check_finite("", weight, with_codes=False)
-    )
+    if isinstance(weight, torch.Tensor):
+        return weight
+    return check_finite("", weight, with_codes=False)
 
 
 def table(found: Sequence[Measured]) -> list[tuple[str, ...]]:
