@@ -27,6 +27,13 @@ def test_the_bundled_model_in_eight_bits(
     assert "is there already" in capsys.readouterr().err
 
 
+def test_without_a_model_it_is_the_bundled_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["quantize", "--to", "int8", "--out", str(tmp_path / "eight")]) == 0
+    assert capsys.readouterr().out.startswith("the bundled model in ")
+
+
 def test_groups_of_other_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A matrix whose inputs are no multiple of them stays dense, and is named."""
     words = ["quantize", str(CHECKPOINT), "--to", "int4", "--group-size"]

@@ -67,7 +67,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     size = sum(file.stat().st_size for file in args.out.glob("*.safetensors"))
     bits = 8 * size / facts.num_parameters
     says = f"{size:,} bytes, {bits:.2f} bits a weight with what stays as it is: embeddings and the "
-    console.print(f"{args.out}: {facts.scheme}; {says}last matrix", markup=False)
+    whose = args.model or "the bundled model"
+    console.print(f"{whose} in {args.out}: {facts.scheme}; {says}last matrix", markup=False)
     if dense:
         says = f"{len(dense)} matrices stay dense: their inputs are no multiple of a group"
         console.print(f"{says}, {dense[0]} for one", markup=False)

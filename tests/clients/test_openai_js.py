@@ -5,6 +5,7 @@ npm installs it once, from the lock file in openai_js/, into build/; Node and np
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 import subprocess
@@ -27,17 +28,28 @@ BUILD = Path(__file__).parents[2] / "build" / "openai_js"
 @pytest.fixture(scope="module")
 def script() -> Path:
     """client.mjs in a folder where its packages are installed."""
-    lock, installed = SOURCE / "package-lock.json", BUILD / "installed.json"
     BUILD.mkdir(parents=True, exist_ok=True)
-    if not installed.exists() or installed.read_bytes() != lock.read_bytes():
-        shutil.copy(SOURCE / "package.json", BUILD)
-        shutil.copy(lock, BUILD)
-        done = npm("ci", "--ignore-scripts", "--no-audit", "--no-fund")
-        if done.returncode and npm("ping").returncode:
-            pytest.skip("npm's registry can't be reached, and its package openai is not here yet")
-        assert done.returncode == 0, done.stderr
-        shutil.copy(lock, installed)
-    return Path(shutil.copy(SOURCE / "client.mjs", BUILD))
+    with (BUILD / "held").open("w") as held:  # by one of pytest-xdist's processes
+        fcntl.flock(held, fcntl.LOCK_EX)
+        install()
+        written, script = SOURCE / "client.mjs", BUILD / "client.mjs"
+        if not script.exists() or script.read_bytes() != written.read_bytes():
+            shutil.copy(written, script)  # not while another's Node reads it
+    return script
+
+
+def install() -> None:
+    """The packages of the lock file, unless they are there."""
+    lock, installed = SOURCE / "package-lock.json", BUILD / "installed.json"
+    if installed.exists() and installed.read_bytes() == lock.read_bytes():
+        return
+    shutil.copy(SOURCE / "package.json", BUILD)
+    shutil.copy(lock, BUILD)
+    done = npm("ci", "--ignore-scripts", "--no-audit", "--no-fund")
+    if done.returncode and npm("ping").returncode:
+        pytest.skip("npm's registry can't be reached, and its package openai is not here yet")
+    assert done.returncode == 0, done.stderr
+    shutil.copy(lock, installed)
 
 
 def npm(*arguments: str) -> Any:
