@@ -244,8 +244,27 @@ def _fetch_folder(model: str, revision: str | None) -> Path:
         return Path(snapshot_download(model, revision=revision, allow_patterns=list(names)))
 
     folder = fetch(HUB_TEXTS)
+    if not (folder / "config.json").is_file():
+        _refuse_gguf(model, revision)
     check_config(read_config(folder))
-    return fetch((*HUB_TEXTS, *weight_files(folder)))
+    weights = weight_files(folder)
+    folder = fetch((*HUB_TEXTS, *weights))
+    if not any((folder / name).is_file() for name in weights):
+        _refuse_gguf(model, revision)
+    return folder  # what else it lacks, open_checkpoint says
+
+
+def _refuse_gguf(model: str, revision: str | None) -> None:
+    """ConfigError for a repository that has GGUF files: one has to be named."""
+    from streamer.errors import ConfigError
+    from streamer.model.gguf.names import models_of
+
+    if files := models_of(_gguf_files(model, revision)):
+        raise ConfigError(
+            f"{model} has no weights in safetensors, but GGUF files; name one or its "
+            f"quantization, such as {model}:{files[0]}: {', '.join(files)[:2000]}",
+            param="model",
+        )
 
 
 def _fetch_gguf(model: str, revision: str | None, quantization: str) -> Path:
@@ -271,14 +290,24 @@ def _fetch_gguf(model: str, revision: str | None, quantization: str) -> Path:
 def _gguf_files(model: str, revision: str | None) -> list[str]:
     """Names of a repository's files; if the hub is out of reach, of GGUF files in the cache."""
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
 
     try:
         siblings = HfApi().model_info(model, revision=revision).siblings
     except (HfHubHTTPError, HFValidationError):
         raise
     except Exception:  # whatever its HTTP client raises
-        cached = Path(snapshot_download(model, revision=revision, local_files_only=True))
+        try:
+            cached = Path(snapshot_download(model, revision=revision, local_files_only=True))
+        except LocalEntryNotFoundError as e:
+            # It raises too where a file of the repository was not fetched, and says which folder.
+            if (path := getattr(e, "snapshot_path", None)) is None:
+                raise
+            cached = Path(path)
         return [f.relative_to(cached).as_posix() for f in cached.rglob("*.gguf")]
     return [file.rfilename for file in siblings or ()]
 

@@ -286,6 +286,7 @@ def test_only_texts_and_the_weights_that_will_be_read_are_fetched(
     (tmp_path / "config.json").write_text(json.dumps(config))
     index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "a.safetensors").touch()
 
     def download(model: str, *, revision: str | None, allow_patterns: list[str]) -> str:
         asked.append((model, revision))
@@ -302,6 +303,41 @@ def test_only_texts_and_the_weights_that_will_be_read_are_fetched(
     assert set(asked) == {("some/model", "v1")}
     texts = {"config.json", "tokenizer.json", "model.safetensors.index.json"}
     assert given == (texts | {"a.safetensors", "b.safetensors"} if is_served else texts)
+
+
+@pytest.fixture
+def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The snapshot of one file that huggingface's cache has of org/gguf, which has three."""
+    commit = "0123456789abcdef" * 2 + "01234567"
+    model = tmp_path / "models--org--gguf"
+    snapshot = model / "snapshots" / commit
+    for folder in (snapshot, model / "refs", model / "trees"):
+        folder.mkdir(parents=True)
+    (model / "refs" / "main").write_text(commit)
+    names = ("x-Q4_0.gguf", "x-Q4_K_M.gguf", "README.md")
+    files = {name: {"size": 1, "blob_id": "0" * 40} for name in names}
+    tree = {"format_version": 1, "files": files}
+    (model / "trees" / f"{commit}.json").write_text(json.dumps(tree))
+    (snapshot / names[0]).write_bytes(b"x")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    return snapshot
+
+
+def test_one_file_of_a_repository_is_found_again_without_the_hub(fetched: Path) -> None:
+    """huggingface's own cache, which knows that others were not fetched."""
+    assert resolve_model(Config(model="org/gguf:Q4_0")) == fetched / "x-Q4_0.gguf"
+    with pytest.raises(ConfigError, match=r"org/gguf has no Q4_K_M, but: x-Q4_0\.gguf"):
+        resolve_model(Config(model="org/gguf:Q4_K_M"))
+
+
+@pytest.mark.parametrize("has_config", [False, True])
+def test_a_repository_of_gguf_files_says_that_one_has_to_be_named(
+    fetched: Path, has_config: bool
+) -> None:
+    if has_config:
+        (fetched / "config.json").write_text(json.dumps(LLAMA))
+    with pytest.raises(ConfigError, match=r"such as org/gguf:x-Q4_0\.gguf: x-Q4_0\.gguf$"):
+        resolve_model(Config(model="org/gguf"))
 
 
 def test_the_fake_model_has_no_folder() -> None:

@@ -37,7 +37,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype                "float32" or "bfloat16", as computed
     eos_token_ids        tokens that end an answer
     block_bytes          bytes of one KV block, all layers, K and V
-    quantization         how most of the weights are quantized; "" if none are
+    quantization         how weights are quantized, most of them first, "; " between; "" if none are
     stored_bytes, weight_bytes  of the weights, in the checkpoint's files and in memory
     generation_defaults  sampling settings of the checkpoint's generation_config.json
     """

@@ -351,7 +351,7 @@ def model_info(
         num_parameters=known.num_parameters,
         stored_bytes=known.checkpoint.stored_bytes,
         weight_bytes=known.weight_bytes,
-        quantization=known.scheme.partition(";")[0],
+        quantization=known.scheme,
         generation_defaults=generation_defaults(known.checkpoint),
         device=device.type,
     )

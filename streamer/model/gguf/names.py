@@ -46,12 +46,17 @@ def model_name(file: str) -> str:
     return file.removesuffix(".gguf") if part is None else part.model
 
 
+def models_of(listed: Iterable[str]) -> list[str]:
+    """The GGUF files that are models, of split ones the first."""
+    return [f for f in sorted(listed) if f.endswith(".gguf") and _is_first(f) and _is_model(f)]
+
+
 def choose_file(listed: Iterable[str], repository: str, selector: str) -> str:
     """The file of a repository for `selector`: a quantization such as Q4_K_M, or a file's name.
 
     Of a split model its first. ConfigError where there is none, or more than one.
     """
-    files = [f for f in sorted(listed) if f.endswith(".gguf") and _is_first(f) and _is_model(f)]
+    files = models_of(listed)
     ends = re.compile(rf"(?:.*[-._/])?{re.escape(selector)}", re.I)
     found = [f for f in files if f == selector]
     found = found or [

@@ -76,8 +76,9 @@ def _fields(name: str, info: ModelInfo, started: float) -> dict[str, Any]:
 
 
 def _details(info: ModelInfo) -> Details:
-    level = info.quantization.removeprefix("GGUF ") or _TYPES.get(info.dtype, info.dtype.upper())
-    is_gguf = info.quantization.startswith("GGUF ")
+    most = info.quantization.partition(";")[0]
+    level = most.removeprefix("GGUF ") or _TYPES.get(info.dtype, info.dtype.upper())
+    is_gguf = most.startswith("GGUF ")
     size, form = _size(info.num_parameters), "gguf" if is_gguf else "safetensors"
     return Details(ARCHITECTURE, [ARCHITECTURE], size, level, form)
 
