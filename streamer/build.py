@@ -290,24 +290,20 @@ def _fetch_gguf(model: str, revision: str | None, quantization: str) -> Path:
 def _gguf_files(model: str, revision: str | None) -> list[str]:
     """Names of a repository's files; if the hub is out of reach, of GGUF files in the cache."""
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-    )
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         siblings = HfApi().model_info(model, revision=revision).siblings
     except (HfHubHTTPError, HFValidationError):
         raise
     except Exception:  # whatever its HTTP client raises
-        try:
-            cached = Path(snapshot_download(model, revision=revision, local_files_only=True))
-        except LocalEntryNotFoundError as e:
-            # It raises too where a file of the repository was not fetched, and says which folder.
-            if (path := getattr(e, "snapshot_path", None)) is None:
-                raise
-            cached = Path(path)
+        folder = snapshot_download(
+            model,
+            revision=revision,
+            local_files_only=True,
+            allow_patterns=[],  # else a file that was not fetched is missed
+        )
+        cached = Path(folder)
         return [f.relative_to(cached).as_posix() for f in cached.rglob("*.gguf")]
     return [file.rfilename for file in siblings or ()]
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 KINDS = ("int8", "int4", "fp8")
-STAYS = "embeddings and the last matrix"
 GROUPS = (32, 64, 128)  # columns of int4 that share a scale
 MAX_TEXT = 4 << 20  # characters of a calibration that are read: 64 for each of its tokens
 
@@ -67,9 +66,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
     facts = inspect_checkpoint(args.out)
     size = sum(file.stat().st_size for file in args.out.glob("*.safetensors"))
     bits = 8 * size / facts.num_parameters
-    says = f"{size:,} bytes, {bits:.2f} bits a weight in the file with what stays as it is: "
     whose = args.model or "the bundled model"
-    console.print(f"{whose} in {args.out}: {facts.scheme}; {says}{STAYS}", markup=False)
+    says = (
+        f"{whose} in {args.out}: {facts.scheme}; {size:,} bytes, {bits:.2f} bits a weight in the "
+    )
+    stays = "file with what stays as it is: embeddings and the last matrix"
+    console.print(says + stays, markup=False)
     if dense:
         says = f"{len(dense)} matrices stay dense: their inputs are no multiple of a group"
         console.print(f"{says}, {dense[0]} for one", markup=False)

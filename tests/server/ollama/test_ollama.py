@@ -7,8 +7,11 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
-from streamer.fake.model import expected_text
+from streamer.config import Config
+from streamer.fake.model import expected_text, load_fake, parse_name
+from streamer.server.ollama.models import models_body
 from tests.server.support.running import Running
 
 CHAT: dict[str, Any] = {
@@ -16,6 +19,7 @@ CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "count to 7"}],
 }
 GENERATE: dict[str, Any] = {"model": "fake:latest", "prompt": "count to 7"}
+MIXED = "GGUF Q4_K; GGUF Q6_K"
 BOTH = pytest.mark.parametrize(("path", "body"), [("chat", CHAT), ("generate", GENERATE)])
 
 
@@ -131,6 +135,13 @@ def test_what_is_served(server_with: Any) -> None:
         family = shown["model_info"]["general.architecture"]
         assert shown["model_info"][f"{family}.context_length"] == one["context_length"]
         assert shown["details"] == one["details"]
+
+
+def test_a_file_of_several_quantizations_has_the_level_of_most() -> None:
+    info = replace(load_fake(Config(model="fake"), parse_name("fake"))[1], quantization=MIXED)
+    (model,) = json.loads(models_body(["m"], info, 0))["models"]
+    assert model["details"]["quantization_level"] == "Q4_K"
+    assert model["details"]["format"] == "gguf"
 
 
 def test_errors_and_keys(server_with: Any) -> None:
