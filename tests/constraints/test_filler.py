@@ -75,7 +75,9 @@ def join(row: int, output: tuple[int, ...] = ()) -> RowJoin:
 
 
 @pytest.fixture
-def rows(grammars: Grammars) -> Iterator[Rows]:
+def rows(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rows]:
+    """Whoever waits for them waits until something comes, however slow the machine is."""
+    monkeypatch.setattr(module, "ALONE_S", DEADLINE_S)
     made = Rows(grammars, "[ab]x*", "[cd]x*", "[ef]x*", "[gh]x*")
     yield made
     made.open(*range(len(made.rows)))
@@ -144,8 +146,7 @@ def test_of_a_late_run_the_first_mask_comes(rows: Rows) -> None:
     assert rows.texts(rows.filler.begin(rows.wanted(0)).take(is_alone=False).words) == ["ab"]
 
 
-def test_alone_a_step_waits(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ALONE_S", DEADLINE_S)
+def test_alone_a_step_waits(rows: Rows) -> None:
     rows.compiled[0].took(1.0, 1)
     begun = rows.filler.begin(rows.wanted(0))
     assert begun.wait(0.0)
@@ -157,11 +158,8 @@ def test_alone_a_step_waits(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None
     opens.join(DEADLINE_S)
 
 
-def test_a_row_that_has_its_mask_and_can_not_draw_ends_no_wait_for_another(
-    rows: Rows, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_that_has_its_mask_and_can_not_draw_ends_no_wait_for_another(rows: Rows) -> None:
     """While it waits for a block, say, plans of nothing followed each other without a pause."""
-    monkeypatch.setattr(module, "ALONE_S", DEADLINE_S)
     for compiled in rows.compiled[:2]:
         compiled.took(1.0, 1)
     rows.filler.begin(rows.wanted(0, 1)).take(is_alone=False)

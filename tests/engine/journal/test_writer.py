@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
+from contextlib import aclosing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -329,7 +330,9 @@ async def test_a_request_that_ends_the_engine_again_and_again_is_failed(
     """The process ends in order each time, and is started again by whatever watches it."""
     monkeypatch.setattr("streamer.engine.journal.restoring.MAX_TRIES", 2)
     for _ in range(3):
-        async with make_engine(Deadly, journal=str(tmp_path)) as engine:
+        async with aclosing(make_engine(Deadly, journal=str(tmp_path))) as engine:
+            with suppress(EngineDead):  # of what is restored it may die before this looks
+                await engine.start()
             stream = engine.get("deadly") or engine.submit(durable("deadly"))
             with pytest.raises(StreamerError, match="goes on when it is there again"):
                 await end_of(stream)
