@@ -196,9 +196,9 @@ def cost_of(scheme: Scheme) -> str:
     """What holding a matrix of these formats in the common form costs beside the file; "" for
     nothing, and of other schemes."""
     if isinstance(scheme, Nvfp4):
-        return "scales take 16 bits here, not 8: 5 bits a weight instead of 4.5"
+        return "packed, its scales take 16 bits, not 8: 5 bits a weight instead of 4.5"
     if isinstance(scheme, Bnb4):
-        scales = "scales take 16 bits here, not 8, and " if scheme.is_nested else ""
+        scales = "packed, its scales take 16 bits, not 8, and " if scheme.is_nested else ""
         return f"{scales}the 16 values are rounded to 127ths of the largest of a block"
     if isinstance(scheme, Bnb8):
         return "no columns of activations are kept in 16 bits; on a CPU all are rounded to int8"
