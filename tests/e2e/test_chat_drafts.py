@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from playwright.sync_api import Locator, Page, expect
 
@@ -61,7 +62,11 @@ def test_a_draft_and_an_edit_belong_to_their_chat_and_stay_after_a_reload(page: 
     expect(questions(page)).to_have_text(["Of apples"])
 
 
-def test_what_is_sent_while_an_answer_streams_waits_and_is_shown(page: Page) -> None:
+def test_what_is_sent_while_an_answer_streams_waits_and_is_shown(
+    open_page: OpenPage, server_with: Any
+) -> None:
+    # At the rate of the other tests the answer fills both tabs with work where the machine is busy.
+    page = connected(open_page(server_with(model="fake:tokens_per_s=50").url))
     limit(page, 50_000)
     begun(ask(page, "Never stop."))
     for text in ("And then?", "And more?", "No."):

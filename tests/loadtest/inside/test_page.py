@@ -17,7 +17,8 @@ def test_every_row_of_the_table_is_measured(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     page.add_arguments(parser)
     file = tmp_path / "page.json"
-    flags = ["--loads", "1", "--seconds", "1", "--tokens", "300", "--json", str(file)]
+    # An answer of 3 s: it has to stream still when the browser comes to look.
+    flags = ["--loads", "1", "--seconds", "1", "--tokens", "1200", "--json", str(file)]
     console = Console(file=StringIO(), width=120)
     assert page.run(parser.parse_args(flags), console) == 0
     report = msgspec.json.decode(file.read_bytes(), type=Report)
@@ -32,7 +33,7 @@ def test_every_row_of_the_table_is_measured(tmp_path: Path) -> None:
         assert frames.num_tokens > 0
         assert frames.heap_mib > 0
     assert (report.four.num_answers, report.long.num_answers) == (4, 1)
-    assert report.long.num_tokens <= 300
+    assert report.long.num_tokens <= 1200
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    for row in ("first load, compressed", "until one can type", "one answer of 300 tokens"):
+    for row in ("first load, compressed", "until one can type", "one answer of 1,200 tokens"):
         assert row in text
