@@ -76,8 +76,11 @@ def join(row: int, output: tuple[int, ...] = ()) -> RowJoin:
 
 @pytest.fixture
 def rows(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rows]:
-    """Whoever waits for them waits until something comes, however slow the machine is."""
+    """Whoever waits for them waits until something comes, and no mask is slow of which a test does
+    not say so, however slow the machine is."""
     monkeypatch.setattr(module, "ALONE_S", DEADLINE_S)
+    for name in ("grammars", "masks"):
+        monkeypatch.setattr(f"streamer.constraints.{name}.SLOW_S", 0.5)
     made = Rows(grammars, "[ab]x*", "[cd]x*", "[ef]x*", "[gh]x*")
     yield made
     made.open(*range(len(made.rows)))
