@@ -19,7 +19,7 @@ from streamer.engine.pool import Pool
 from streamer.errors import EngineDead, PoolHung, RequestFailed
 from tests.engine.helpers import DEADLINE_S, fake_tokenizer, make_engine, request
 
-LIMIT_S = 0.1
+LIMIT_S = 0.5
 
 
 class Hanging:
@@ -58,7 +58,7 @@ async def test_endless_loops_are_ended_and_the_threads_go_on() -> None:
         spinning = [asyncio.create_task(pool.run(spin)) for _ in range(4)]
         after = [asyncio.create_task(pool.run(lambda: threading.current_thread()))]
         for task in spinning:
-            with pytest.raises(RequestFailed, match=r"longer than 0\.1 s") as raised:
+            with pytest.raises(RequestFailed, match=f"longer than {LIMIT_S} s") as raised:
                 await task
             assert raised.value.code == "prompt_timeout"
         assert (await after[0]).name.startswith("streamer-encode")

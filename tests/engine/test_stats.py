@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import aclosing
 
 from streamer.engine.stats import RecentMax
 from tests.engine.helpers import DEADLINE_S, make_engine, request
@@ -28,9 +29,10 @@ def test_it_keeps_a_value_a_second_however_many_come() -> None:
 async def test_reading_the_loops_lag_does_not_reset_it() -> None:
     async with asyncio.timeout(DEADLINE_S), make_engine(tokens_per_s=100.0) as engine:
         stream = engine.submit(request(20))
-        async for _ in stream.read():
-            if stream.num_output_tokens == 5:
-                time.sleep(0.3)  # noqa: ASYNC251 - that is the point
+        async with aclosing(stream.read()) as reader:
+            await anext(reader)
+            time.sleep(0.3)  # noqa: ASYNC251 - that is the point
+            await stream.wait()
         first, second = engine.snapshot(), engine.snapshot()
     assert first.max_loop_lag_s > 0.1
     assert second.max_loop_lag_s == first.max_loop_lag_s

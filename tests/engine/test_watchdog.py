@@ -200,9 +200,9 @@ async def test_closing_ends_a_load_between_two_layers() -> None:
 async def test_many_slow_steps_are_no_hung_one() -> None:
     async with (
         asyncio.timeout(DEADLINE_S),
-        make_engine(tokens_per_s=20, watchdog_s=WATCHDOG_S) as engine,
+        make_engine(tokens_per_s=20, watchdog_s=1.0) as engine,
     ):
-        await engine.submit(request(12)).wait()  # 0.6 s of steps of 0.05
+        await engine.submit(request(30)).wait()  # 1.5 s of steps of 0.05
         assert engine.death is None
 
 

@@ -103,10 +103,11 @@ async def test_a_reader_ahead_of_the_journal_gets_what_follows(tmp_path: Path) -
     gated.gate.allow(5)
     await until(stream, 4)
     await lost_while_gated(gated)
-    async with make_engine(journal=str(tmp_path), tokens_per_s=200.0) as second:
-        again = second.get("a")
+    async with GatedEngine(journal=str(tmp_path)) as second:
+        again = second.engine.get("a")
         assert again is not None
         assert 3 < again.num_output_tokens < 20
+        second.gate.open()
         seen = [d.token_ids async for items in again.read(20) for d in items if hasattr(d, "start")]
         assert sum(seen, ()) == whole[20:]
 
