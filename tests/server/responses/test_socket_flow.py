@@ -25,7 +25,7 @@ from tests.server.responses.test_socket_resume import (
 from tests.server.support.counting import Event, check_counting
 from tests.server.support.cutting import dechunk, follow
 from tests.server.support.greedy import story, telling
-from tests.server.support.running import Running
+from tests.server.support.running import DEADLINE_S, Running
 
 __all__ = ["socket"]  # the fixture
 
@@ -417,7 +417,7 @@ def test_token_ids_of_a_bias_are_numbers_or_text_in_messagepack(slow: Running, t
 
 
 def test_a_drain_says_goaway_and_lets_streams_finish(server_with: Any) -> None:
-    server = server_with(model="fake:tokens_per_s=400")
+    server = server_with(model="fake:tokens_per_s=400", drain_timeout=DEADLINE_S)
     with dial(server, JSON) as socket, dial(server) as standard:
         receive(socket)
         ask(socket, 200)
@@ -425,7 +425,7 @@ def test_a_drain_says_goaway_and_lets_streams_finish(server_with: Any) -> None:
         events = until(socket, "response.output_text.delta")
         server.begin_stop()
         events += until(socket, "session.goaway")
-        assert events.pop() == {"type": "session.goaway", "deadline_ms": 2000}
+        assert events.pop() == {"type": "session.goaway", "deadline_ms": 1000 * DEADLINE_S}
         ask(socket, 5, stream_id="late")
         assert until_error(socket, events)["code"] == "draining"
         events += until(socket, *FINAL)

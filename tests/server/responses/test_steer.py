@@ -78,7 +78,7 @@ async def test_steer_ends_the_answer_and_the_successor_goes_on(
 
 
 def test_several_steers_are_one_successor_in_order(server_with: Any) -> None:
-    server = server_with(model="fake:tokens_per_s=4")  # both come before the next token
+    server = server_with(model="fake:tokens_per_s=1")  # both come before the next token
     message = {"role": "user", "content": [{"type": "input_text", "text": "count to 2"}]}
     with dial(server) as socket:
         send(socket, "response.create", input="count", max_output_tokens=100)
