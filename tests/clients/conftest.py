@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests.server.conftest import bundled, scripted, server, server_with, slow
 from tests.server.support.relay import Relay
-from tests.server.support.running import Running
 
 __all__ = [
     "bundled",
@@ -20,6 +20,7 @@ __all__ = [
 
 
 @pytest.fixture
-def relay(slow: Running) -> Iterator[Relay]:
-    with Relay(slow) as relay:
+def relay(server_with: Any) -> Iterator[Relay]:
+    """To a server that still makes an answer of 150 tokens when a client that is late cuts it."""
+    with Relay(server_with(model="fake:tokens_per_s=100")) as relay:
         yield relay

@@ -11,7 +11,7 @@ from streamer.loadtest.inside.journal import median_and_interval
 
 
 def test_two_pairs_with_the_fake_model(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--model", "fake:tokens_per_s=200", "--pairs", "2", "--seconds", "0.2"]
+    flags = ["--model", "fake:tokens_per_s=200", "--pairs", "2", "--seconds", "1"]
     assert main(["bench", "journal", *flags, "--streams", "4", "--tokens", "20"]) == 0
     output = capsys.readouterr().out
     found = re.search(r"\| tokens/s \| ([\d,.]+) \| ([\d,.]+) \|", output)
