@@ -327,7 +327,7 @@ async def test_a_request_that_would_wait_too_long_is_refused_with_a_retry_time()
 
 async def test_a_request_ends_at_its_deadline_wherever_it_is() -> None:
     async with asyncio.timeout(DEADLINE_S), make_engine(max_num_seqs=1, tokens_per_s=100) as engine:
-        running = engine.submit(request(3000, ignore_eos=True, deadline_s=0.5))
+        running = engine.submit(request(3000, ignore_eos=True, deadline_s=2.0))
         await until(engine, running=1)
         waiting = engine.submit(request(5, deadline_s=0.2))
         for stream, says in ((waiting, "had not begun"), (running, "was not complete")):
