@@ -316,6 +316,7 @@ def reach(server: Gated, state: str, client: Client) -> list[TokenStream]:
         return []
     server.on_loop(run(server.engine.pause, stream.request_id))
     server.wait_metric(requests("paused"), 1)
+    server.gate.open()
     if state == "paused":
         return []
     if state == "swapping":
@@ -358,6 +359,8 @@ def test_cancel(pressed: Callable[[str, float], Gated], model: str, state: str, 
         wait_until(server, lambda: all(o.is_started for o in others), "not started")
     elif state == "prefilling":
         server.gate.close_for("prefill")
+    elif model == "bundled":
+        server.gate.close_for("decode")  # or it has ended before it is paused or cancelled
     with contextlib.ExitStack() as exits:
         kind = OverSocket if way in ("response.cancel", "closing the socket") else OverSse
         client = kind(server, exits, is_closing=way.startswith("closing"))
@@ -375,9 +378,12 @@ def test_cancel(pressed: Callable[[str, float], Gated], model: str, state: str, 
 def test_cancel_of_each_feature(
     pressed: Callable[[str, float], Gated], feature: str, state: str
 ) -> None:
-    server = pressed("features", STATES[state])
+    is_slowed = state != "prefilling" and feature != "speculation"  # see SLOWED
+    server = pressed("slowed" if is_slowed else "features", STATES[state])
     if state == "prefilling":
         server.gate.close_for("prefill")
+    elif is_slowed:
+        server.gate.close_for("decode")
     with contextlib.ExitStack() as exits:
         client = OverSse(server, exits, is_closing=True, **FEATURES[feature])
         others = reach(server, state, client)
