@@ -13,7 +13,7 @@ from tests.server.responses.test_socket import FINAL, dial, receive, send, until
 from tests.server.support.running import Running
 
 ASK: dict[str, Any] = {"input": "x", "max_output_tokens": 10, "ignore_eos": True}
-FIRST = {**ASK, "max_output_tokens": 150}  # runs while the others come
+FIRST = {**ASK, "max_output_tokens": 30_000}  # runs until all others have come: it is cancelled
 
 
 @pytest.fixture
@@ -27,10 +27,12 @@ def narrow(server_with: Any, monkeypatch: pytest.MonkeyPatch) -> Running:
 def test_the_last_of_a_queue_sees_its_place_fall_to_the_start(narrow: Running) -> None:
     with ExitStack() as sockets:
         asked = [sockets.enter_context(dial(narrow, "streamer.v1.json")) for _ in range(6)]
+        ids: list[str] = []
         for i, each in enumerate(asked):
             receive(each)
             send(each, "response.create", **(ASK if i else FIRST))
-            until(each, "response.waiting")
+            ids.append(until(each, "response.waiting")[-1]["response_id"])
+        send(asked[0], "response.cancel", response_id=ids[0])
         events = until(asked[-1], *FINAL)
     kinds = [e["type"] for e in events]
     places = [e["position"] for e in events if e["type"] == "response.waiting"]
@@ -47,15 +49,18 @@ def test_one_socket_with_many_lanes_gets_the_events_of_each(narrow: Running) -> 
         for lane in "abcde":
             send(socket, "response.create", stream_id=lane, **(FIRST if lane == "a" else ASK))
         seen: dict[str, list[int]] = {lane: [] for lane in "abcde"}
-        ended = 0
+        first, ended = "", 0
         while ended < 5:
             event = receive(socket)
             ended += event["type"] in FINAL
             if event["type"] == "response.waiting":
                 seen[event["stream_id"]].append(event["position"])
+                first = first or event["response_id"]
+                if event["stream_id"] == "e" and len(seen["e"]) == 1:
+                    send(socket, "response.cancel", response_id=first)
     for places in seen.values():
         assert places == sorted(set(places), reverse=True)
-    assert seen["e"][0] in (3, 4)
+    assert seen["e"][0] in (3, 4)  # before the first runs or after
     assert seen["e"][-1] == 0
 
 
