@@ -116,6 +116,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     assert {m.__name__ for m in (decode_step, mixed_step, sample)} < sys.modules.keys()
     for kernels in [m for name, m in sys.modules.items() if name.startswith(backend.__package__)]:
         monkeypatch.setattr(kernels, "torch", Zeroed(), raising=False)
+    monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
     monkeypatch.setattr(
         InterpretedFunction, "run", lambda self, *args, **given: seen.run(self, *args, **given)
     )
