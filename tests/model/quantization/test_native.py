@@ -288,7 +288,11 @@ def test_logits_are_those_of_the_dequantized_model(
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("nvfp4", "ModelOpt, NVFP4, groups of 16: packed, its scales take 16 bits, not 8: 5 bits"),
+        (
+            "nvfp4",
+            "ModelOpt, NVFP4, groups of 16: "
+            "packed, its scales take 16 bits, not 8: 5 bits a weight",
+        ),
         ("nf4", "bitsandbytes, nf4: the 16 values are rounded to 127ths"),
         ("llm-int8", "bitsandbytes, int8, a scale for each output: no columns of activations"),
         ("mxfp4", ""),
