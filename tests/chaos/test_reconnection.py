@@ -151,13 +151,15 @@ async def test_an_answer_is_read_on_another_way(process: Killable) -> None:
 async def test_a_lost_socket_takes_its_steer_along(process: Killable) -> None:
     """Another socket brings the end of what was steered, and no successor."""
     server, asked = Server(process.url, process.ready), {"input": "And then?"}
-    first, second = await follow(server, BODY, by_socket, is_enough=has_begun), Events()
+    body = {**BODY, "max_output_tokens": 20 * NUM}  # a minute, or it has ended before the steer
+    first, second = await follow(server, body, by_socket, is_enough=has_begun), Events()
     async with Socket(server) as socket:
         await socket.ask({}, first)
         await socket.send("response.steer", previous_response_id=first.id, **asked)
         async for event in socket.events():
-            if event["type"] == "response.steer.accepted":
+            if event["type"].startswith("response.steer."):
                 break
+    assert event["type"] == "response.steer.accepted"
     await follow(server, {}, by_query, seen=deepcopy(first))
     async with asyncio.timeout(10), Socket(server) as socket:
         await socket.ask({}, first)

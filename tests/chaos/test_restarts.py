@@ -143,7 +143,7 @@ def test_what_was_stored_is_there_and_belongs_to_its_key(process: Killable, clie
 
     kept, deleted, unstored = create(), create(), create(store=False)
     client.responses.delete(deleted.id)
-    running, _, _ = begin(client, background=True)
+    running, _, _ = begin(client, background=True, max_output_tokens=50 * NUM)
     process.restart()
     assert client.responses.retrieve(kept.id) == kept
     items = client.responses.input_items.list(kept.id)

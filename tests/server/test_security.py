@@ -338,7 +338,7 @@ def _telling(client: httpx.Client) -> float:
     chance, first = random.Random(5), itertools.count(300)
     times: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(NUM_ROUNDS):
-        sent, other = ([next(first), *range(10, 610)] for _ in range(2))
+        sent, other = ([next(first), *range(10, 910)] for _ in range(2))
         _seconds(client, "first-key", sent)
         for is_sent in chance.sample((True, False), 2):
             times[is_sent].append(_seconds(client, "second-key", sent if is_sent else other))
@@ -364,7 +364,7 @@ def test_neither_time_nor_count_shows_a_prompt_of_another_key(
         monkeypatch.setattr(Prepared, "salt", "")
         assert _cached(server, "first-key") == 0
         assert _cached(server, "second-key") > 100
-        assert _telling(client) > 0.5 + DOUBT
+        assert _telling(client) > 0.5 + DOUBT * 3 / 4  # by chance alone, one run of 700
 
 
 def test_a_socket_finds_nothing_of_another_key(server_with: Any) -> None:

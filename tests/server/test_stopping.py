@@ -171,11 +171,11 @@ async def test_a_hung_step_fails_every_request_and_ends_the_process(
 ) -> None:
     process, url = hanging
     async with asyncio.timeout(DEADLINE_S), httpx.AsyncClient(timeout=60) as client:
-        streams = [Stream(ENDLESS) for _ in range(3)]
+        streams = [Stream(3 * ENDLESS) for _ in range(3)]  # the fake's rate has no limit here
         reading = [asyncio.create_task(s.read(client, url)) for s in streams]
         for stream in streams:
             await stream.has_begun.wait()
-        body = {**CHAT, **ENDLESS_BODY}
+        body = {**CHAT, **ENDLESS_BODY, "max_tokens": 3 * ENDLESS}
         async with client.stream("POST", url + "/v1/chat/completions", json=body):
             # This one takes nothing: the process waits a while for it, and /health can be asked.
             await _until_paused(client, url)
