@@ -382,12 +382,13 @@ def test_cancel_of_each_feature(
 ) -> None:
     server = pressed("features", STATES[state])
     server.gate.close_for("prefill" if state == "prefilling" else "decode")
+    num_drafts = server.metric(DRAFTS)
     with contextlib.ExitStack() as exits:
         client = OverSse(server, exits, is_closing=True, **FEATURES[feature])
         others = reach(server, state, client)
         stream = subject(server)
         if feature == "speculation" and state == "decoding":
-            wait_until(server, lambda: server.metric(DRAFTS) > 0, "nothing was proposed")
+            wait_until(server, lambda: server.metric(DRAFTS) > num_drafts, "nothing was proposed")
         client.cancel()
         wait_until(server, lambda: stream.is_finished, "not cancelled")
     ended(server, others, stream)
